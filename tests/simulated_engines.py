@@ -34,7 +34,7 @@ class Fate(Protocol):
     broken: Sequence[int]  # engines that never start again
 
     def delay(self) -> float:
-        """Of one message."""
+        """Return the seconds that one message takes."""
         ...
 
     def may_fail(self, chance: float) -> bool:
@@ -104,12 +104,14 @@ class Process:
 class SimulatedEngine:
     """A handle that stays while processes come and go: what `RemoteEngine` and `RolloutActor` are on a cluster."""
 
-    def __init__(self, fate: Fate, number: int) -> None:
+    def __init__(self, fate: Fate, number: int, *, is_started: bool = True) -> None:
         self._fate, self.number = fate, number
         self.process = Process(fate, number)
-        self.process.is_started = True
-        self.process.memory = WEIGHTS + CACHE
+        if is_started:
+            self.process.is_started = True
+            self.process.memory = WEIGHTS + CACHE
         self.failures = 0
+        self.has_joined, self.has_left = is_started, False
         self.was_wrong = False  # one of its processes had wrong weights or results
         self.is_reachable = asyncio.Event()  # by the controller
         self.is_reachable.set()
@@ -117,6 +119,10 @@ class SimulatedEngine:
     def as_seen_by_workers(self) -> WorkersView:
         """The same engine without what may lie between it and the controller."""
         return WorkersView(self)
+
+    def check_present(self) -> None:
+        self._fate.check(self.has_joined, f"a request was sent to engine {self.number}, which has not joined yet")
+        self._fate.check(not self.has_left, f"a request was sent to engine {self.number}, which has left")
 
     def part(self, seconds: float) -> None:
         """Cut it off from the controller; it lives on, and workers reach it."""
@@ -242,7 +248,7 @@ class SimulatedEngine:
             await self._fate.maybe_die(process, "enabled")
             is_verified = process.verified_weights == process.weights and not process.was_probed_wrong
             self._fate.check(is_verified, "an engine is enabled whose weights were not verified")
-            process.is_enabled = True
+            process.is_enabled = self.has_joined = True
 
         await self._call(opening, SYNC_S)
 
@@ -257,6 +263,11 @@ class SimulatedEngine:
         await self.is_reachable.wait()
         self.die()
         await asyncio.sleep(self._fate.delay())
+
+    async def close(self) -> None:
+        self.has_left = True
+        await self.is_reachable.wait()
+        self.process.die()
 
     async def start(self) -> None:
         draw = self._fate.draw
@@ -291,12 +302,12 @@ class SimulatedEngine:
         if self._fate.draw.random() < 0.5:
 
             def replace_it() -> None:
-                if self.process is dead:
+                if self.process is dead and not self.has_left:
                     self.process = Process(self._fate, self.number)
 
             asyncio.get_running_loop().call_later(self._fate.delay(), replace_it)
 
-    async def _call(self, ask: Callable[[Process], Coroutine[Any, Any, T]], deadline_s: float | None) -> T:
+    async def _call(self, ask: Callable[[Process], Coroutine[Any, Any, T]], timeout_s: float | None) -> T:
         await asyncio.sleep(self._fate.delay())
         if not _is_worker.get():
             await self.is_reachable.wait()
@@ -309,9 +320,9 @@ class SimulatedEngine:
             return await ask(process)
 
         task = process.run(answer())
-        await asyncio.wait([task], timeout=deadline_s)
+        await asyncio.wait([task], timeout=timeout_s)
         if not task.done():
-            raise ProcessLostError(f"no answer within {deadline_s} s")
+            raise ProcessLostError(f"no answer within {timeout_s} s")
         await asyncio.sleep(self._fate.delay())
         if task.cancelled() or (not process.is_alive and self._fate.draw.random() < 0.5):
             raise ProcessLostError("the process has died")  # in the second case it had done the work
@@ -335,6 +346,8 @@ class WorkersView:
         method = getattr(self._engine, name)
 
         async def call(*args: Any) -> Any:
+            if name in ("generate", "generate_all"):
+                self._engine.check_present()
             token = _is_worker.set(True)
             try:
                 return await method(*args)

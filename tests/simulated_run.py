@@ -1,6 +1,7 @@
 """A simulated run: the real buffer, engine pools, engine supervisor and weight sync, with simulated engines, a
 simulated trainer and a simulated clock. One seed decides everything that happens: sizes, delays, crashes, hangs, lost
-replies, failed starts. `run_seed` raises `Violation` if an invariant is violated; the same seed violates it again.
+replies, failed starts, engines that join and leave. `run_seed` raises `Violation` if an invariant is violated; the same
+seed violates it again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from simulated_clock import Deadlock, simulate
@@ -21,6 +23,7 @@ from simulated_scenario import Scenario
 from verl.cluster.monitor import Endpoint, wait_for_loss
 from verl.data.samplers import PromptStream, SequentialSampler
 from verl.errors import DivergenceError, EngineError, ProcessLostError, StorageError, VerlError, WeightSyncError
+from verl.rollout.membership import EngineMembership, EngineView
 from verl.rollout.replica_pool import MAX_LOSSES, EnginePool, Request
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
@@ -55,6 +58,8 @@ class Outcome:
     retries: int = 0
     resumes: int = 0
     given_up: int = 0
+    joins: int = 0
+    leaves: int = 0
     ended_early: str = ""  # by an error that is right: no engine left, or a request that lost too many
     results: dict[int, Any] = field(default_factory=dict)  # of each position and answer, where there are rounds
     history: list[str] = field(default_factory=list)
@@ -262,12 +267,14 @@ class _World:
     def _event(self, event: EngineEvent) -> None:
         self.note(str(event))
         if event.state is EngineState.READY and event.previous is EngineState.PROBING:
-            self.outcome.restarts += 1
+            self.outcome.joins += event.joins
+            self.outcome.restarts += not event.joins
+        self.outcome.leaves += event.state is EngineState.LEFT
         if event.state is EngineState.GIVEN_UP:
             self.outcome.given_up += 1
-            failures = self.engines[event.index].failures + self.model.failures
-            if event.index not in self.scenario.broken:
-                self.check(failures >= MAX_RESTARTS, f"engine {event.index} was given up after {failures} faults")
+            failures = self.engines[event.engine_id].failures + self.model.failures
+            if event.engine_id not in self.scenario.broken:
+                self.check(failures >= MAX_RESTARTS, f"engine {event.engine_id} was given up after {failures} faults")
 
     # The run
 
@@ -291,6 +298,7 @@ class _World:
         deaths = self.scenario.trainer_deaths
         while True:
             life = asyncio.ensure_future(self._train())
+            scaling = asyncio.ensure_future(self._scale())
             kind = self.draw.choice(["controller", "train worker"]) if deaths else ""
             if self._cluster_losses and not kind:
                 kind = "GCS"
@@ -307,6 +315,7 @@ class _World:
             if kind == "GCS" and not life.done():
                 await self._lose_cluster(life)
             await asyncio.wait([life])
+            scaling.cancel()
             if not life.cancelled() and (error := life.exception()) is None:
                 break
             all_left_out = "were not verified" in str(None if life.cancelled() else life.exception())
@@ -353,8 +362,9 @@ class _World:
         scenario = self.scenario
         self.model = SimulatedModel(self)
         self.engines = [SimulatedEngine(self, number) for number in range(scenario.engines)]
+        self.membership = EngineMembership(self.engines)
         self.supervisor = EngineSupervisor(
-            self.engines,
+            self.membership,
             self._event,
             heartbeat_s=15.0,
             reply_timeout_s=ANSWER_S,
@@ -362,10 +372,10 @@ class _World:
             max_restarts=MAX_RESTARTS,
             shares_devices=scenario.shares_devices,
         )
-        self.weight_sync = WeightSync(self.model, self.engines, HostTransport(), PROBE, self.supervisor)
+        self.weight_sync = WeightSync(self.model, self.supervisor, HostTransport(), PROBE)
         self.pools = [
             EnginePool(
-                [engine.as_seen_by_workers() for engine in self.engines],
+                EngineView.of([engine.as_seen_by_workers() for engine in self.engines]),
                 stall_timeout_s=STALL_S,
                 recovery_timeout_s=PATIENCE_S,
                 reply_timeout_s=ANSWER_S,
@@ -373,8 +383,42 @@ class _World:
             )
             for _ in range(scenario.workers)
         ]
+        for pool in self.pools:
+            self.membership.follow(partial(self._update, pool))
         self._one_round = asyncio.Lock()
         self.supervisor.start(self.weight_sync.sync_one)
+
+    async def _update(self, pool: EnginePool, view: EngineView[SimulatedEngine]) -> None:
+        await asyncio.sleep(self.delay())
+        engines = {engine_id: engine.as_seen_by_workers() for engine_id, engine in view.engines.items()}
+        await pool.update(EngineView(view.version, engines))
+
+    async def _scale(self) -> None:
+        """Let engines join and leave."""
+        draw, leaving = random.Random(f"scale {self.seed} {self._life}"), list[asyncio.Future[None]]()
+        for _ in range(self.scenario.changes):
+            await asyncio.sleep(draw.expovariate(1 / self.scenario.change_every_s))
+            if draw.random() < 0.5:
+                self.note(f"engine {self.supervisor.add(self._spawn)} joins")
+            else:
+                engine_id = draw.choice(list(self.supervisor.states))
+                leaving.append(asyncio.ensure_future(self._remove(engine_id, draw.choice([5.0, 60.0, 600.0]))))
+        await asyncio.gather(*leaving)
+
+    def _spawn(self, engine_id: int) -> SimulatedEngine:
+        self.check(engine_id == len(self.engines), f"id {engine_id} was used before")
+        self.engines.append(SimulatedEngine(self, engine_id, is_started=False))
+        return self.engines[-1]
+
+    async def _remove(self, engine_id: int, drain_timeout_s: float) -> None:
+        try:
+            await self.supervisor.remove(engine_id, drain_timeout_s=drain_timeout_s)
+        except (ValueError, ProcessLostError) as error:  # the last one, leaving already, or not to be reached
+            return self.note(f"engine {engine_id} does not leave: {error}")
+        self.note(f"engine {engine_id} has left")
+        engine = self.engines[engine_id]
+        has_ended = not engine.process.is_alive or not engine.is_reachable.is_set()
+        self.check(engine.has_left and has_ended, f"engine {engine_id} has left, but did not end")
 
     async def _train(self) -> None:
         scenario, saved = self.scenario, self._saved
@@ -500,7 +544,8 @@ class _World:
         """A run may end early by two errors, if there is reason for them."""
         text = str(error)
         if isinstance(error, EngineError) and "All rollout engines failed" in text:
-            self.check(self.outcome.given_up >= self.scenario.engines, f"it ended although engines are left: {text}")
+            states = set(self.supervisor.states.values())
+            self.check(states <= {EngineState.GIVEN_UP}, f"it ended although engines are left: {text}")
             self.outcome.ended_early = "no engine left"
         elif isinstance(error, EngineError) and "may be what crashes them" in text:
             self.check(self.outcome.faults >= MAX_LOSSES, f"a request was given up after fewer losses: {text}")
@@ -531,7 +576,7 @@ class _World:
         up = (EngineState.READY, EngineState.GIVEN_UP)
         for _ in range(2000):
             if not self.model.is_up or (
-                self._faults_left <= 0 and all(state in up for state in self.supervisor.states)
+                self._faults_left <= 0 and all(state in up for state in self.supervisor.states.values())
             ):
                 break
             self._faults_left = 0
@@ -540,8 +585,13 @@ class _World:
             self.check(False, f"engines did not come back: {self.supervisor.states}")
         for pool in self.pools:
             for _ in range(2000):
-                if not any(pool.load) and all(
-                    self._agrees(*pair) for pair in zip(self.supervisor.states, pool.states, strict=True)
+                if (
+                    not any(pool.load)
+                    and pool.states.keys() <= self.supervisor.states.keys()
+                    and all(
+                        self._agrees(state, pool.states.get(engine_id))
+                        for engine_id, state in self.supervisor.states.items()
+                    )
                 ):
                     break
                 await asyncio.sleep(5)
@@ -551,7 +601,7 @@ class _World:
                 )
             self.outcome.retries += pool.retries
 
-    def _agrees(self, kept: EngineState, pooled: EngineState) -> bool:
+    def _agrees(self, kept: EngineState, pooled: EngineState | None) -> bool:
         cannot_come = kept is EngineState.GIVEN_UP or (kept is not EngineState.READY and not self.model.is_up)
         return cannot_come or pooled is EngineState.READY
 

@@ -33,6 +33,8 @@ class Scenario:
     is_full_at: int | None  # the position whose samples find a full object store
     save_s: float  # to write a checkpoint
     shares_devices: bool  # engines sleep while the trainer works
+    changes: int  # engines that join or leave, in each life of the controller
+    change_every_s: float
 
     @classmethod
     def draw(cls, seed: int) -> Scenario:
@@ -64,9 +66,15 @@ class Scenario:
             is_full_at=more.randint(0, 20) if more.random() < 0.05 else None,
             save_s=more.choice([0.0, 0.0, 20.0, 200.0]),
             shares_devices=False,
+            changes=0,
+            change_every_s=0.0,
         )
         shares = scenario.max_staleness == 0 and random.Random(f"shares {seed}").random() < 0.7
         scenario = replace(scenario, shares_devices=shares)
+        scale = random.Random(f"scale {seed}")
+        if not together and scale.random() < 0.3:
+            changes, every_s = scale.choice([2, 5, 10]), scale.choice([5.0, 20.0, 60.0])
+            scenario = replace(scenario, changes=changes, change_every_s=every_s)
         empty = any(not batch for batch in scenario.batches(seed))
         return replace(scenario, max_batches=0) if empty else scenario
 

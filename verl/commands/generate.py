@@ -142,6 +142,7 @@ async def _start_engines(
 ) -> tuple[EnginePool, EngineSupervisor]:
     """Start the rollout engines, which load the model from disk, and what restarts them; `closing` ends them."""
     from verl.cluster.hangs.pending_calls import MARGIN_S
+    from verl.rollout.membership import EngineMembership
     from verl.rollout.replica_pool import EnginePool
     from verl.trainer.build.placement import place_engines
     from verl.trainer.build.rl_builder import build_supervisor
@@ -156,18 +157,19 @@ async def _start_engines(
     for engine in engines:
         closing.push_async_callback(engine.close)
     await asyncio.gather(*(engine.start() for engine in engines))
-    supervisor = build_supervisor(config, engines, restarts)
+    membership = EngineMembership(engines)
+    supervisor = build_supervisor(config, membership, restarts)
 
-    async def sync_one(index: int) -> None:
-        supervisor.mark_synced(index)
-        await supervisor.mark_ready(index, VERSION_FROM_DISK)
+    async def sync_one(engine_id: int) -> None:
+        supervisor.mark_synced(engine_id)
+        await supervisor.mark_ready(engine_id, VERSION_FROM_DISK)
 
-    for index in range(len(engines)):
-        await supervisor.mark_ready(index, VERSION_FROM_DISK)
+    for engine_id in membership.engines:
+        await supervisor.mark_ready(engine_id, VERSION_FROM_DISK)
     supervisor.start(sync_one)
     closing.push_async_callback(supervisor.close)
     stall_timeout_s, reply_timeout_s = limits.generation.seconds + MARGIN_S, limits.reply.seconds + MARGIN_S
-    return EnginePool(engines, stall_timeout_s=stall_timeout_s, reply_timeout_s=reply_timeout_s), supervisor
+    return EnginePool(membership.view, stall_timeout_s=stall_timeout_s, reply_timeout_s=reply_timeout_s), supervisor
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from random import randrange
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from verl.errors import EngineError, ProcessLostError, WorkerTimeoutError
+from verl.rollout.membership import EngineView
 from verl.rollout.supervisor import EngineState
 from verl.types import Completion, SamplingParams
 from verl.waiting import with_timeout
@@ -39,11 +41,13 @@ class PoisonRequestError(EngineError):
 class Replica(Generic[M]):
     """One replica as a pool sees it."""
 
-    index: int
+    id: int
     handle: M
     is_ready: bool = True
+    has_left: bool = False  # for good; requests may still run on it
     reason: str = ""  # of its loss
     load: int = 0  # outstanding tokens
+    last_finish: float = -math.inf  # when it last finished a request
     has_batch: bool = False
     recovery: asyncio.Future[None] | None = None
 
@@ -52,7 +56,7 @@ class Replica(Generic[M]):
 class PromptAffinity:
     """The replica that has a prompt in its cache, while responses to the prompt are requested."""
 
-    index: int | None = None
+    replica_id: int | None = None
     users: int = 0
 
 
@@ -60,34 +64,35 @@ class ReplicaPool(ABC, Generic[M]):
     """Sends each request to the replica with the least outstanding work, and again elsewhere if that one is lost.
 
     A lost replica gets no requests until it has recovered. While none is available requests wait, for at most
-    `recovery_timeout_s`. Ties are broken from a random starting index, so that many pools do not all favor the first
+    `recovery_timeout_s`. Ties are broken from a random starting id, so that many pools do not all favor the first
     replica. Subclasses define how a request is watched and how a replica recovers.
     """
 
     kind: str
 
     def __init__(
-        self, handles: Sequence[M], *, recovery_timeout_s: float, reply_timeout_s: float, poll_interval_s: float
+        self, handles: Mapping[int, M], *, recovery_timeout_s: float, reply_timeout_s: float, poll_interval_s: float
     ) -> None:
-        self._replicas = [Replica(index, handle) for index, handle in enumerate(handles)]
-        self._first = randrange(len(handles))
+        self._replicas = {replica_id: Replica(replica_id, handle) for replica_id, handle in handles.items()}
+        self._id_range = max(handles) + 1
+        self._first = randrange(self._id_range)
         self._recovery_timeout_s, self._reply_timeout_s = recovery_timeout_s, reply_timeout_s
         self._poll_interval_s = poll_interval_s
         self._unavailable_since = 0.0
-        self._changed = asyncio.Event()  # a replica has recovered or finished its batch
+        self._changed = asyncio.Event()  # a replica has joined, recovered, finished its batch, or left
         self.losses = 0  # of replicas
         self.retries = 0  # of requests
 
     def close(self) -> None:
         """Stop waiting for replicas to recover."""
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             if replica.recovery is not None:
                 replica.recovery.cancel()
 
     @property
     def load(self) -> tuple[int, ...]:
         """Outstanding tokens per replica."""
-        return tuple(replica.load for replica in self._replicas)
+        return tuple(replica.load for replica in self._replicas.values())
 
     @abstractmethod
     async def _await_reply(self, replica: Replica[M], request: asyncio.Future[T]) -> T:
@@ -111,7 +116,8 @@ class ReplicaPool(ABC, Generic[M]):
         """Send to one replica after another until one replies. A batch (`preferred`: its replica) runs alone there.
 
         Once a request has lost a replica, the next one is asked whether it is ready first. So only replicas that were
-        up and then lost count against the request; many may go down at once with their machine.
+        up and then lost count against the request; many may go down at once with their machine. A replica that left
+        does not count either.
         """
         while len(losses) < max_losses:
             replica = await self._select(preferred)
@@ -124,9 +130,10 @@ class ReplicaPool(ABC, Generic[M]):
                 try:
                     return await self._await_reply(replica, request)
                 except ProcessLostError as error:
-                    self._set_lost(replica, str(error), hangs=isinstance(error, WorkerTimeoutError))
-                    losses.append(self._describe(replica, str(error)))
                     self.retries += requests
+                    if not replica.has_left:
+                        self._set_lost(replica, str(error), hangs=isinstance(error, WorkerTimeoutError))
+                        losses.append(self._describe(replica, str(error)))
                 finally:
                     request.cancel()  # no effect once it is done
         raise PoisonRequestError("; ".join(losses))
@@ -134,34 +141,34 @@ class ReplicaPool(ABC, Generic[M]):
     async def _select(self, preferred: int | None) -> Replica[M]:
         clock = asyncio.get_running_loop().time
         while True:
-            ready = [replica for replica in self._replicas if replica.is_ready]
+            ready = [replica for replica in self._replicas.values() if replica.is_ready]
             if free := [replica for replica in ready if preferred is None or not replica.has_batch]:
-                return min(free, key=lambda one: (one.index != preferred, one.load, self._distance(one)))
+                return min(free, key=lambda one: (one.id != preferred, one.load, self._distance(one)))
             timeout_s = self._recovery_timeout_s
             if not ready:
                 timeout_s += self._unavailable_since - clock()
             if timeout_s <= 0:
                 raise EngineError(
                     f"no {self.kind} recovered within {self._recovery_timeout_s:.0f} s. They were lost because: "
-                    + "; ".join(self._describe(replica, replica.reason) for replica in self._replicas)
+                    + "; ".join(self._describe(replica, replica.reason) for replica in self._replicas.values())
                 )
             with suppress(asyncio.TimeoutError):
                 await with_timeout(self._changed.wait(), timeout_s)
 
     def _prefer_cached(self, least_loaded: Replica[M], affinity: PromptAffinity, tokens: int) -> Replica[M]:
         """Return the replica that knows the prompt, unless it has too much to do; the prompt then moves."""
-        if affinity.index is not None:
-            known = self._replicas[affinity.index]
-            if known.is_ready and known.load - least_loaded.load <= SPILL * tokens:
+        if affinity.replica_id is not None:
+            known = self._replicas.get(affinity.replica_id)
+            if known is not None and known.is_ready and known.load - least_loaded.load <= SPILL * tokens:
                 return known
-        affinity.index = least_loaded.index
+        affinity.replica_id = least_loaded.id
         return least_loaded
 
     def _distance(self, replica: Replica[M]) -> int:
-        return (replica.index - self._first) % len(self._replicas)
+        return (replica.id - self._first) % self._id_range
 
     def _describe(self, replica: Replica[M], reason: str) -> str:
-        return f"{self.kind.split()[-1]} {replica.index}: {reason}"
+        return f"{self.kind.split()[-1]} {replica.id}: {reason}"
 
     @contextmanager
     def _occupy(self, replica: Replica[M], tokens: int, *, is_batch: bool) -> Iterator[None]:
@@ -173,6 +180,7 @@ class ReplicaPool(ABC, Generic[M]):
             replica.load -= tokens
             if is_batch:
                 replica.has_batch = False
+            if is_batch or replica.has_left:
                 self._notify()
 
     async def _check_ready(self, replica: Replica[M]) -> bool:
@@ -191,9 +199,12 @@ class ReplicaPool(ABC, Generic[M]):
             return
         replica.is_ready, replica.reason = False, reason
         self.losses += 1
-        if not any(replica.is_ready for replica in self._replicas):
-            self._unavailable_since = asyncio.get_running_loop().time()
+        self._check_available()
         replica.recovery = asyncio.ensure_future(self._recover_and_use(replica, hangs))
+
+    def _check_available(self) -> None:
+        if not any(replica.is_ready for replica in self._replicas.values()):
+            self._unavailable_since = asyncio.get_running_loop().time()
 
     async def _recover_and_use(self, replica: Replica[M], hangs: bool) -> None:
         await self._recover(replica, hangs)
@@ -221,34 +232,56 @@ class EnginePool(ReplicaPool[PooledEngine]):
 
     Responses to the same prompt go to the same engine, which then computes the prompt once, up to `SPILL` of them.
     A request may wait as long as its engine makes progress. An engine whose process is gone, or that finishes nothing
-    for `stall_timeout_s`, is lost until it reports that it is ready; restarting it is the supervisor's job. A request
-    that was running on `MAX_LOSSES` engines when they were lost fails.
+    for `stall_timeout_s`, is lost until it reports that it is ready; the supervisor restarts it. A request that was
+    running on `MAX_LOSSES` engines when they were lost fails. `update` follows engines that join and leave.
     """
 
     kind = "rollout engine"
 
     def __init__(
         self,
-        engines: Sequence[PooledEngine],
+        view: EngineView[Any],
         *,
         stall_timeout_s: float = 1800.0,
         recovery_timeout_s: float = 3600.0,
         reply_timeout_s: float = 60.0,
         poll_interval_s: float = 1.0,
     ) -> None:
-        if not engines:
+        if not view.engines:
             raise EngineError(
                 "a pool needs at least one rollout engine; set actor_rollout_ref.rollout.num_engines >= 1"
             )
         super().__init__(
-            engines,
+            view.engines,
             recovery_timeout_s=recovery_timeout_s,
             reply_timeout_s=reply_timeout_s,
             poll_interval_s=poll_interval_s,
         )
         self._stall_timeout_s = stall_timeout_s
-        self._last_finish = [float("-inf")] * len(engines)
+        self._view_version = view.version
         self._affinities: dict[tuple[int, ...], PromptAffinity] = {}
+
+    async def update(self, view: EngineView[Any]) -> None:
+        """Send requests to the engines of `view` from now on; return when none runs on an engine that left."""
+        left: list[Replica[PooledEngine]] = []
+        if view.version > self._view_version:  # else a newer view was faster
+            self._view_version = view.version
+            left = [replica for replica_id, replica in self._replicas.items() if replica_id not in view.engines]
+            for replica in left:
+                self._forget(replica)
+            for engine_id, engine in view.engines.items():
+                self._replicas.setdefault(engine_id, Replica(engine_id, engine))
+            self._id_range = max([self._id_range, *(replica_id + 1 for replica_id in self._replicas)])
+            self._check_available()
+            self._notify()
+        while any(replica.load for replica in left):
+            await self._changed.wait()
+
+    def _forget(self, replica: Replica[PooledEngine]) -> None:
+        replica.has_left, replica.is_ready = True, False
+        if replica.recovery is not None:
+            replica.recovery.cancel()
+        del self._replicas[replica.id]
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, turns: PromptAffinity | None = None
@@ -257,9 +290,9 @@ class EnginePool(ReplicaPool[PooledEngine]):
         tokens = len(token_ids) + sampling.max_tokens
 
         async def send(replica: Replica[PooledEngine]) -> Completion:
-            return replace(await replica.handle.generate(token_ids, sampling), engine=replica.index)
+            return replace(await replica.handle.generate(token_ids, sampling), engine=replica.id)
 
-        if turns is not None and turns.index is not None:
+        if turns is not None and turns.replica_id is not None:
             return await self._request(send, tokens, [token_ids], affinity=turns)
         with self._share_affinity(token_ids) as affinity:
             return await self._request(send, tokens, [token_ids], affinity=affinity)
@@ -270,7 +303,7 @@ class EnginePool(ReplicaPool[PooledEngine]):
 
         async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
             completion = await self.generate(token_ids, sampling, turns)
-            turns.index = completion.engine
+            turns.replica_id = completion.engine
             return completion
 
         return generate
@@ -290,11 +323,14 @@ class EnginePool(ReplicaPool[PooledEngine]):
     async def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
         """Run request i on engine i modulo their count, each engine's in one call: nothing depends on timing.
 
-        Neither does it on losses: the batch of a lost engine runs again, unchanged and alone, on an idle one.
+        Results do not depend on losses either: the batch of a lost engine runs again, unchanged and alone, on an idle
+        engine.
         """
-        count = len(self._replicas)
+        engine_ids = list(self._replicas) or [-1]  # without engines, the batch waits for the first one
+        count = len(engine_ids)
         batches = [
-            asyncio.ensure_future(self._generate_batch(requests[k::count], k)) for k in range(min(count, len(requests)))
+            asyncio.ensure_future(self._generate_batch(requests[k::count], engine_id))
+            for k, engine_id in enumerate(engine_ids[: len(requests)])
         ]
         try:
             replies = await asyncio.gather(*batches)
@@ -304,15 +340,18 @@ class EnginePool(ReplicaPool[PooledEngine]):
         return [replies[index % count][index // count] for index in range(len(requests))]
 
     @property
-    def states(self) -> tuple[EngineState, ...]:
-        return tuple(EngineState.READY if replica.is_ready else EngineState.LOST for replica in self._replicas)
+    def states(self) -> dict[int, EngineState]:
+        return {
+            replica_id: EngineState.READY if replica.is_ready else EngineState.LOST
+            for replica_id, replica in self._replicas.items()
+        }
 
     async def _generate_batch(self, batch: Sequence[Request], preferred: int) -> list[Completion]:
         tokens = sum(len(token_ids) + sampling.max_tokens for token_ids, sampling in batch)
         prompts = [token_ids for token_ids, _ in batch]
 
         async def send(replica: Replica[PooledEngine]) -> list[Completion]:
-            return [replace(each, engine=replica.index) for each in await replica.handle.generate_all(batch)]
+            return [replace(each, engine=replica.id) for each in await replica.handle.generate_all(batch)]
 
         return await self._request(send, tokens, prompts, preferred)
 
@@ -342,15 +381,15 @@ class EnginePool(ReplicaPool[PooledEngine]):
         clock = asyncio.get_running_loop().time
         since = clock()
         while not request.done():
-            last_progress = max(since, self._last_finish[replica.index])
+            last_progress = max(since, replica.last_finish)
             await asyncio.wait([request], timeout=max(0.0, last_progress + self._stall_timeout_s - clock()))
-            if not request.done() and last_progress == max(since, self._last_finish[replica.index]):
+            if not request.done() and last_progress == max(since, replica.last_finish):
                 raise WorkerTimeoutError(
-                    f"rollout engine {replica.index} has finished no request for {self._stall_timeout_s:.0f} s, with "
+                    f"rollout engine {replica.id} has finished no request for {self._stall_timeout_s:.0f} s, with "
                     f"{replica.load:,} tokens outstanding: it hangs, or one response takes longer than that"
                 )
         reply = request.result()
-        self._last_finish[replica.index] = clock()
+        replica.last_finish = clock()
         return reply
 
     async def _recover(self, replica: Replica[PooledEngine], hangs: bool) -> None:
@@ -362,4 +401,4 @@ class EnginePool(ReplicaPool[PooledEngine]):
             await asyncio.sleep(self._poll_interval_s)
             with suppress(Exception):  # process boundary: whatever it is, it is not ready
                 is_ready = await with_timeout(replica.handle.is_ready(), self._reply_timeout_s)
-        self._last_finish[replica.index] = asyncio.get_running_loop().time()
+        replica.last_finish = asyncio.get_running_loop().time()

@@ -1,51 +1,60 @@
-"""Detects failed rollout engines, restarts them, and gives up on those that keep failing."""
+"""Supervision of rollout engines: restarts those that fail, lets engines join and leave."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from verl.errors import EngineError, ProcessLostError, TrainerLostError
+from verl.rollout.membership import EngineMembership
 from verl.waiting import Waits, with_timeout
+from verl.weights.sync import Receiver
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 60.0
-MAX_HEARTBEATS_PER_S = 10.0  # of all engines: hundreds would keep the controller busy
+MAX_HEARTBEATS_PER_S = 10.0  # over all engines: hundreds of engines would keep the controller busy
 
 
 class EngineState(Enum):
-    """The lifecycle of an engine. Only ready engines accept requests."""
+    """The lifecycle of an engine. Only ready and draining engines accept requests."""
 
     STARTING = "starting"  # up, before its first weights
+    JOINING = "joining"  # added during the run, not up yet
     READY = "ready"
     LOST = "lost"
     RESTARTING = "restarting"
     SYNCING = "syncing"
     PROBING = "probing"
     GIVEN_UP = "given up"
+    DRAINING = "draining"  # gets no new requests, finishes those that run
+    LEFT = "left"
 
 
 _TRANSITIONS = {
-    EngineState.STARTING: {EngineState.READY, EngineState.LOST},
-    EngineState.READY: {EngineState.LOST},
-    EngineState.LOST: {EngineState.RESTARTING, EngineState.GIVEN_UP},
-    EngineState.RESTARTING: {EngineState.SYNCING, EngineState.LOST},
-    EngineState.SYNCING: {EngineState.PROBING, EngineState.LOST},
-    EngineState.PROBING: {EngineState.READY, EngineState.LOST},
-    EngineState.GIVEN_UP: set(),
+    EngineState.STARTING: {EngineState.READY, EngineState.LOST, EngineState.DRAINING},
+    EngineState.JOINING: {EngineState.SYNCING, EngineState.LOST, EngineState.LEFT},
+    EngineState.READY: {EngineState.LOST, EngineState.DRAINING},
+    EngineState.LOST: {EngineState.RESTARTING, EngineState.GIVEN_UP, EngineState.LEFT},
+    EngineState.RESTARTING: {EngineState.SYNCING, EngineState.LOST, EngineState.LEFT},
+    EngineState.SYNCING: {EngineState.PROBING, EngineState.LOST, EngineState.LEFT},
+    EngineState.PROBING: {EngineState.READY, EngineState.LOST, EngineState.LEFT},
+    EngineState.GIVEN_UP: {EngineState.LEFT},
+    EngineState.DRAINING: {EngineState.LOST, EngineState.LEFT},
+    EngineState.LEFT: set(),
 }
-_ACTIVE = (EngineState.STARTING, EngineState.READY)
+_ACTIVE = (EngineState.STARTING, EngineState.READY, EngineState.DRAINING)  # take part in weight syncs
 _STARTED = (*_ACTIVE, EngineState.SYNCING, EngineState.PROBING)
+_LEAVING = (EngineState.DRAINING, EngineState.LEFT)
 
 
-class SupervisedEngine(Protocol):
+class SupervisedEngine(Receiver, Protocol):
     """A rollout engine as its supervisor sees it: the handle stays, the process behind it may be replaced.
 
     Engines start disabled and reject requests (`generate`, `generate_all`) with `ProcessLostError` until their weights
@@ -57,7 +66,7 @@ class SupervisedEngine(Protocol):
         ...
 
     async def enable(self, version: int) -> None:
-        """Accept requests from now on; `ProcessLostError` unless it holds `version`, which a new process does not."""
+        """Accept requests from now on; `ProcessLostError` unless the engine has `version`, unlike a new process."""
         ...
 
     async def sleep(self) -> None:
@@ -69,35 +78,42 @@ class SupervisedEngine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start a new, disabled process in place of the old one; returns when it can generate."""
+        """Start a new, disabled process in place of the old one; returns when the engine can generate."""
+        ...
+
+    async def close(self) -> None:
+        """End the process for good."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEvent:
-    """A change of an engine's state. `seconds` since it was lost; 0 if it was not."""
+    """A change of an engine's state. `seconds` since the engine was lost, or was added; 0 if it is up."""
 
-    index: int
+    engine_id: int
     previous: EngineState
     state: EngineState
     reason: str
     seconds: float
+    joins: bool = False  # the engine was added during the run, and was not ready before this change
 
     def __str__(self) -> str:
         after = f" after {self.seconds:.0f} s" if self.seconds else ""
         reason = f": {self.reason}" if self.reason else ""
-        return f"rollout engine {self.index} is {self.state.value}{after} (was {self.previous.value}){reason}"
+        return f"rollout engine {self.engine_id} is {self.state.value}{after} (was {self.previous.value}){reason}"
 
 
 @dataclass(eq=False)
 class EngineSlot:
     """One engine and its state."""
 
-    index: int
+    engine_id: int
     engine: SupervisedEngine
     state: EngineState = EngineState.STARTING
+    task: asyncio.Future[None] | None = None  # supervises the engine
     reason: str = ""  # of the last loss
-    lost_at: float = 0.0
+    down_since: float = 0.0
+    joins: bool = False  # during the run, and was not ready yet
     was_lost: asyncio.Event = field(default_factory=asyncio.Event)
     is_silent: asyncio.Event = field(default_factory=asyncio.Event)  # none of its processes is enabled
     has_settled: asyncio.Event = field(default_factory=asyncio.Event)  # none of its processes is starting
@@ -106,22 +122,28 @@ class EngineSlot:
     def __post_init__(self) -> None:
         self.is_silent.set()
         self.has_settled.set()
+        if self.joins:
+            self.state = EngineState.JOINING
+            self.has_ended.set()
 
 
 class EngineSupervisor:
-    """Restarts rollout engines that fail. One per run, in the controller; it is the `Membership` of the weight sync.
+    """Restarts rollout engines that fail. One per run, in the controller; the `Receivers` of the weight sync.
 
-    Every `heartbeat_s` (with hundreds of engines less often) it asks each engine whether it is ready, and treats it as
-    lost if there is no reply within `reply_timeout_s`; the weight sync reports losses, too. A lost engine is ended and
-    started again (each within `start_timeout_s`), synced to the current weights and enabled. After `max_restarts`
-    failures in a row it is given up and the run continues with the others; with none left, `run_while_available` and
-    `active` raise. Every change of state is reported. With `shares_devices`, engines sleep and none starts between
-    `free_devices` and `allow_starts`.
+    Every `heartbeat_s` (with hundreds of engines less often) it asks each engine whether it is ready, and treats the
+    engine as lost if there is no reply within `reply_timeout_s`; the weight sync reports losses, too. A lost engine is
+    ended and started again (each within `start_timeout_s`), synced to the current weights and enabled. After
+    `max_restarts` failures in a row the engine is given up and the run continues with the others; with none left,
+    `run_while_available` and `active` raise. Every change of state is reported. With `shares_devices`, engines sleep
+    and none starts between `free_devices` and `allow_starts`.
+
+    An engine that joins is started, synced, probed and enabled like one that was lost; then pools send requests to it.
+    An engine that leaves finishes its requests first.
     """
 
     def __init__(
         self,
-        engines: Sequence[SupervisedEngine],
+        membership: EngineMembership[Any],
         report: Callable[[EngineEvent], None],
         *,
         heartbeat_s: float = 10.0,
@@ -131,30 +153,59 @@ class EngineSupervisor:
         backoff_s: float = 1.0,
         shares_devices: bool = False,
     ) -> None:
-        self._slots = [EngineSlot(index, engine) for index, engine in enumerate(engines)]
-        self._report = report
+        self._membership, self._report = membership, report
+        self._slots = {engine_id: EngineSlot(engine_id, engine) for engine_id, engine in membership.engines.items()}
         self._heartbeat_s, self._reply_timeout_s = heartbeat_s, reply_timeout_s
         self._start_timeout_s = start_timeout_s
         self._max_restarts, self._backoff_s = max_restarts, backoff_s
         self.shares_devices = shares_devices
-        self._tasks: list[asyncio.Task[None]] = []
+        self._sync_one: Callable[[int], Awaitable[None]] | None = None
+        self._publishing: asyncio.Future[Any] | None = None  # the event loop keeps only weak references
         self._has_failed = False
-        self._waits = Waits()  # those of `run_while_available`
+        self._waits = Waits()  # the callers of `run_while_available`
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._crash: BaseException | None = None
 
     def start(self, sync_one: Callable[[int], Awaitable[None]]) -> None:
         """Start supervising engines that are up; `sync_one` brings one of them to the current weights."""
-        self._tasks = [asyncio.ensure_future(self._supervise(slot, sync_one)) for slot in self._slots]
-        for task in self._tasks:
-            task.add_done_callback(self._on_task_done)
+        self._sync_one = sync_one
+        for slot in self._slots.values():
+            self._start_task(slot, self._supervise(slot))
 
     async def close(self) -> None:
         """Stop supervising. Call it before closing the engines, or they would be restarted."""
-        for task in self._tasks:
+        tasks = [slot.task for slot in self._slots.values() if slot.task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def add(self, spawn: Callable[[int], SupervisedEngine]) -> int:
+        """Let an engine join during the run; return its id. `spawn` returns the engine, not yet started, for its id."""
+        engine_id = self._membership.add(spawn)
+        slot = EngineSlot(engine_id, self._membership.engines[engine_id], joins=True)
+        slot.down_since = asyncio.get_running_loop().time()
+        self._slots[engine_id] = slot
+        self._start_task(slot, self._supervise(slot))
+        return engine_id
+
+    async def remove(self, engine_id: int, *, drain_timeout_s: float) -> None:
+        """Let an engine leave; return when its process has ended.
+
+        The engine gets no new requests. Requests that still run after `drain_timeout_s` run again on other engines.
+        """
+        slot = self._slots[engine_id]
+        if slot.state in _LEAVING:
+            raise ValueError(f"rollout engine {engine_id} is already leaving")
+        if all(other is slot or other.state in (*_LEAVING, EngineState.GIVEN_UP) for other in self._slots.values()):
+            raise ValueError(f"rollout engine {engine_id} cannot leave: no other engine would be left")
+        self._set_state(slot, EngineState.DRAINING if slot.state in _ACTIVE else EngineState.LEFT)
+        withdrawal = self._membership.withdraw(engine_id)
+        if (supervision := slot.task) is not None:
+            supervision.cancel()
+        self._start_task(slot, self._leave(slot, supervision, withdrawal, drain_timeout_s))
+        assert slot.task is not None
+        await asyncio.shield(slot.task)  # it goes on if the caller does not wait
 
     async def run_while_available(self, work: Awaitable[T]) -> T:
         """Return the result of `work`; raise as soon as no engine is left that it could wait for."""
@@ -163,36 +214,49 @@ class EngineSupervisor:
         return await self._waits.wait(work)
 
     @property
-    def states(self) -> tuple[EngineState, ...]:
-        return tuple(slot.state for slot in self._slots)
+    def states(self) -> dict[int, EngineState]:
+        return {engine_id: slot.state for engine_id, slot in self._slots.items()}
 
-    def active(self) -> list[int]:
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def active(self) -> dict[int, Receiver]:
         if self._has_failed:
             raise self._failure()
-        return [slot.index for slot in self._slots if slot.state in _ACTIVE]
+        return {engine_id: slot.engine for engine_id, slot in self._slots.items() if slot.state in _ACTIVE}
 
-    def mark_lost(self, index: int, error: ProcessLostError) -> None:
-        slot = self._slots[index]
-        if slot.state in _ACTIVE:  # else it is known, and its process is another one by now
+    def get(self, engine_id: int) -> Receiver:
+        if (slot := self._slots.get(engine_id)) is None:
+            raise ProcessLostError(f"rollout engine {engine_id} has left")
+        return slot.engine
+
+    def mark_lost(self, engine_id: int, error: ProcessLostError) -> None:
+        slot = self._slots.get(engine_id)
+        if slot is not None and slot.state in _ACTIVE:  # else the loss is known, and the process is another one by now
             self._set_lost(slot, str(error))
 
-    def mark_synced(self, index: int) -> None:
-        self._set_state(self._slots[index], EngineState.PROBING)
+    def mark_synced(self, engine_id: int) -> None:
+        self._set_state(self._slots[engine_id], EngineState.PROBING)
 
-    async def mark_ready(self, index: int, version: int) -> None:
-        slot = self._slots[index]
-        if (state := slot.state) not in (EngineState.STARTING, EngineState.PROBING):
+    async def mark_ready(self, engine_id: int, version: int) -> None:
+        slot = self._slots.get(engine_id)
+        if slot is None or (state := slot.state) not in (EngineState.STARTING, EngineState.PROBING):
             return
         slot.is_silent.clear()
         await slot.engine.enable(version)
-        if slot.state is state:  # it may have been lost in the meantime
-            self._set_state(slot, EngineState.READY)
+        if slot.state is not state:  # it was lost in the meantime, or leaves
+            return
+        self._set_state(slot, EngineState.READY)
+        if engine_id not in self._membership.view.engines:
+            self._publishing = asyncio.ensure_future(self._membership.publish(engine_id))
+            self._publishing.add_done_callback(self._on_task_done)
 
     async def free_devices(self) -> None:
         self._may_start.clear()
-        await asyncio.gather(*(slot.has_settled.wait() for slot in self._slots))
-        asleep = await asyncio.gather(*(self._put_to_sleep(slot) for slot in self._slots))
-        for slot, is_asleep in zip(self._slots, asleep, strict=True):
+        slots = list(self._slots.values())
+        await asyncio.gather(*(slot.has_settled.wait() for slot in slots))
+        asleep = await asyncio.gather(*(self._put_to_sleep(slot) for slot in slots))
+        for slot, is_asleep in zip(slots, asleep, strict=True):
             if not is_asleep:
                 await self.run_while_available(slot.has_ended.wait())
 
@@ -200,7 +264,7 @@ class EngineSupervisor:
         self._may_start.set()
 
     async def _put_to_sleep(self, slot: EngineSlot) -> bool:
-        """Return whether it sleeps; if not, it is lost."""
+        """Return whether the engine sleeps; if not, it is lost, or has not started."""
         if slot.state not in _STARTED:
             return False
         try:
@@ -212,47 +276,47 @@ class EngineSupervisor:
             return False
 
     async def wait_for_stale_exit(self) -> None:
-        for slot in self._slots:
+        for slot in list(self._slots.values()):
             if slot.state not in _ACTIVE:
                 await self.run_while_available(slot.is_silent.wait())
 
-    async def _supervise(self, slot: EngineSlot, sync_one: Callable[[int], Awaitable[None]]) -> None:
-        while slot.state is not EngineState.GIVEN_UP:
-            await self._run_until_lost(slot, asyncio.get_running_loop().create_future())
-            await self._recover(slot, sync_one)
+    def _start_task(self, slot: EngineSlot, work: Coroutine[Any, Any, None]) -> None:
+        slot.task = asyncio.ensure_future(work)
+        slot.task.add_done_callback(self._on_task_done)
 
-    async def _recover(self, slot: EngineSlot, sync_one: Callable[[int], Awaitable[None]]) -> None:
+    async def _supervise(self, slot: EngineSlot) -> None:
+        while slot.state is not EngineState.GIVEN_UP:
+            if slot.state is not EngineState.JOINING:
+                await self._run_until_lost(slot, asyncio.get_running_loop().create_future())
+            await self._bring_up(slot)
+
+    async def _bring_up(self, slot: EngineSlot) -> None:
+        """Start an engine that joins or was lost, until it is ready; give it up after `max_restarts` failures."""
+        assert self._sync_one is not None, "start comes first"
         for attempt in range(self._max_restarts):
             if attempt:
                 await asyncio.sleep(min(self._backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S))
             try:
-                await self._restart(slot)
+                if slot.state is not EngineState.JOINING:
+                    self._set_state(slot, EngineState.RESTARTING, slot.reason)
+                    slot.was_lost.clear()
+                    await self._end(slot)
+                await self._start_process(slot)
                 self._set_state(slot, EngineState.SYNCING)
-                await self._run_until_lost(slot, sync_one(slot.index))
+                await self._run_until_lost(slot, self._sync_one(slot.engine_id))
             except TrainerLostError:  # ends the run, not the engine: `run_while_available` raises it
                 raise
             except Exception as error:  # noqa: BLE001 - process boundary: any failure is retried
-                _log.debug("rollout engine %d did not restart", slot.index, exc_info=True)
+                _log.debug("rollout engine %d did not start", slot.engine_id, exc_info=True)
                 self._set_lost(slot, str(error) or repr(error))
             if slot.state is EngineState.READY:
                 return
         reason = f"{self._max_restarts} restarts in a row failed, the last one: {slot.reason}"
         self._set_state(slot, EngineState.GIVEN_UP, reason)
-        with contextlib.suppress(Exception):  # process boundary
-            await self._end(slot)
-        must_end = slot.has_ended if self.shares_devices else slot.is_silent
-        if not must_end.is_set():  # such as on a machine that others still reach
-            raise ProcessLostError(
-                f"rollout engine {slot.index} could not be ended, and may still serve old weights or use its device: "
-                f"{reason}"
-            )
-        if all(other.state is EngineState.GIVEN_UP for other in self._slots):
-            self._fail()
+        await self._end_or_raise(slot, reason)
+        self._fail_without_engines()
 
-    async def _restart(self, slot: EngineSlot) -> None:
-        self._set_state(slot, EngineState.RESTARTING, slot.reason)
-        slot.was_lost.clear()
-        await self._end(slot)
+    async def _start_process(self, slot: EngineSlot) -> None:
         while not self._may_start.is_set():
             await self._may_start.wait()
         slot.has_settled.clear()
@@ -262,12 +326,51 @@ class EngineSupervisor:
         finally:
             slot.has_settled.set()
 
+    async def _leave(
+        self,
+        slot: EngineSlot,
+        supervision: asyncio.Future[None] | None,
+        withdrawal: asyncio.Future[Any],
+        drain_timeout_s: float,
+    ) -> None:
+        if supervision is not None:
+            await asyncio.wait([supervision])
+        if slot.state is EngineState.DRAINING:
+            await self._run_until_lost(slot, asyncio.wait([withdrawal], timeout=drain_timeout_s))
+        if slot.state is not EngineState.LEFT:
+            self._set_state(slot, EngineState.LEFT)
+        if not withdrawal.done():  # requests may still run here: they fail with the process, and run again elsewhere
+            await self._end_or_raise(slot, "it was to leave")
+        await withdrawal
+        slot.is_silent.set()
+        with contextlib.suppress(Exception):  # process boundary
+            await with_timeout(slot.engine.close(), self._start_timeout_s)
+            slot.has_ended.set()
+        self._check_ended(slot, "it was to leave")
+        del self._slots[slot.engine_id]
+        self._membership.remove(slot.engine_id)
+        self._fail_without_engines()
+
     async def _end(self, slot: EngineSlot) -> None:
         await with_timeout(slot.engine.end(), self._start_timeout_s)  # the replacing process must come up, too
         slot.is_silent.set()
         slot.has_ended.set()
 
-    async def _run_until_lost(self, slot: EngineSlot, work: Awaitable[None]) -> None:
+    async def _end_or_raise(self, slot: EngineSlot, reason: str) -> None:
+        with contextlib.suppress(Exception):  # process boundary
+            await self._end(slot)
+        self._check_ended(slot, reason)
+
+    def _check_ended(self, slot: EngineSlot, reason: str) -> None:
+        """Raise if an engine that will not be started again may still serve requests or use a shared device."""
+        must_end = slot.has_ended if self.shares_devices else slot.is_silent
+        if not must_end.is_set():  # such as on a machine that others still reach
+            raise ProcessLostError(
+                f"rollout engine {slot.engine_id} could not be ended, and may still serve old weights or use its "
+                f"device: {reason}"
+            )
+
+    async def _run_until_lost(self, slot: EngineSlot, work: Awaitable[Any]) -> None:
         """Run `work` until it is done or the engine is lost; the slot's state shows which."""
         tasks = [asyncio.ensure_future(part) for part in (work, self._send_heartbeats(slot), slot.was_lost.wait())]
         try:
@@ -295,7 +398,7 @@ class EngineSupervisor:
         if slot.state is EngineState.LOST:
             return
         if slot.state in _ACTIVE:
-            slot.lost_at = asyncio.get_running_loop().time()
+            slot.down_since = asyncio.get_running_loop().time()
         slot.reason = reason
         self._set_state(slot, EngineState.LOST, reason)
         slot.was_lost.set()
@@ -303,14 +406,20 @@ class EngineSupervisor:
     def _set_state(self, slot: EngineSlot, state: EngineState, reason: str = "") -> None:
         previous = slot.state
         if state not in _TRANSITIONS[previous]:
-            raise RuntimeError(f"rollout engine {slot.index} cannot go from {previous.value} to {state.value}")
+            raise RuntimeError(f"rollout engine {slot.engine_id} cannot go from {previous.value} to {state.value}")
         slot.state = state
-        seconds = 0.0 if previous in _ACTIVE else asyncio.get_running_loop().time() - slot.lost_at
-        self._report(EngineEvent(slot.index, previous, state, reason, seconds))
+        seconds = 0.0 if previous in _ACTIVE else asyncio.get_running_loop().time() - slot.down_since
+        event = EngineEvent(slot.engine_id, previous, state, reason, seconds, slot.joins)
+        slot.joins &= state is not EngineState.READY
+        self._report(event)
 
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Future[Any]) -> None:
         if not task.cancelled() and task.exception() is not None:  # a bug, an error of `report`, or the trainer is lost
             self._crash = task.exception()
+            self._fail()
+
+    def _fail_without_engines(self) -> None:
+        if all(slot.state is EngineState.GIVEN_UP for slot in self._slots.values()):
             self._fail()
 
     def _fail(self) -> None:
@@ -320,7 +429,7 @@ class EngineSupervisor:
     def _failure(self) -> BaseException:
         if self._crash is not None:
             return self._crash
-        causes = "; ".join(f"engine {slot.index}: {slot.reason}" for slot in self._slots)
+        causes = "; ".join(f"engine {slot.engine_id}: {slot.reason}" for slot in self._slots.values())
         return EngineError(
             f"All rollout engines failed after {self._max_restarts} restarts each. {causes}. Fix the cause and rerun: "
             "the run resumes from its last checkpoint (trainer.resume_mode=auto)."

@@ -44,11 +44,13 @@ class RestartTracker:
     def engine(self, event: EngineEvent) -> None:
         """Report a change of an engine's state."""
         if event.state is EngineState.READY and event.previous is EngineState.PROBING:
+            if event.joins:
+                return self._console.note(f"rollout engine {event.engine_id} has joined after {event.seconds:.0f} s")
             self._engine_restarts += 1
             self._engine_seconds += event.seconds
             self._console.note(
-                f"rollout engine {event.index} is ready again after {event.seconds:.0f} s: restarted, brought to the "
-                "current weights and probed; its requests ran again"
+                f"rollout engine {event.engine_id} is ready again after {event.seconds:.0f} s: restarted, brought to "
+                "the current weights and probed; its requests ran again"
             )
         elif event.state in (EngineState.LOST, EngineState.GIVEN_UP):
             self._console.advice(str(event))

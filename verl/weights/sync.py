@@ -106,25 +106,33 @@ class DeviceTransport:
 Transport = HostTransport | DeviceTransport
 
 
-class Membership(Protocol):
-    """Which receivers take part in a sync, by index. `WeightSync` asks it, and reports what it observes."""
+class Receivers(Protocol):
+    """The engines of a run by id. `WeightSync` asks which of them take part in a sync, and reports what it observes."""
 
     shares_devices: bool
     """Whether receivers and source use the same devices, so that receivers have to sleep while the source trains."""
 
-    def active(self) -> Sequence[int]:
+    def active(self) -> Mapping[int, Receiver]:
         """Return the receivers that a sync goes to."""
         ...
 
-    def mark_lost(self, index: int, error: ProcessLostError) -> None:
-        """Record that a receiver was lost during a sync; the membership restarts it and calls `sync_one`."""
+    def get(self, engine_id: int) -> Receiver:
+        """Return one receiver, whatever its state."""
         ...
 
-    def mark_synced(self, index: int) -> None:
+    def __len__(self) -> int:
+        """Return the number of all receivers, with those that are restarting or given up."""
+        ...
+
+    def mark_lost(self, engine_id: int, error: ProcessLostError) -> None:
+        """Record that a receiver was lost during a sync; it is then restarted and calls `sync_one`."""
+        ...
+
+    def mark_synced(self, engine_id: int) -> None:
         """Record that a restarted receiver has the weights, and is about to be probed."""
         ...
 
-    async def mark_ready(self, index: int, version: int) -> None:
+    async def mark_ready(self, engine_id: int, version: int) -> None:
         """Enable a receiver whose weights of `version` have been verified."""
         ...
 
@@ -137,7 +145,7 @@ class Membership(Protocol):
         ...
 
     def allow_starts(self) -> None:
-        """Let lost receivers start again."""
+        """Let receivers start that have waited since `free_devices`."""
         ...
 
 
@@ -156,19 +164,11 @@ class Probe:
 
 
 class WeightSync:
-    """Moves engines to new weights. The controller calls `sync` after every update; restarted engines call `sync_one`
-    at any time, and wait while the trained weights are not those of the last sync."""
+    """Moves engines to new weights. The controller calls `sync` after every update. An engine that joins or has been
+    restarted calls `sync_one` at any time, and waits while the trained weights are not those of the last sync."""
 
-    def __init__(
-        self,
-        source: Source,
-        receivers: Sequence[Receiver],
-        transport: Transport,
-        probe: Probe,
-        membership: Membership,
-    ) -> None:
+    def __init__(self, source: Source, receivers: Receivers, transport: Transport, probe: Probe) -> None:
         self._source, self._receivers, self._transport, self._probe = source, receivers, transport, probe
-        self._membership = membership
         self._lock = asyncio.Lock()
         self._is_current = asyncio.Event()  # the trained weights are those of the last sync
         self._version = -1
@@ -184,27 +184,27 @@ class WeightSync:
 
     async def free_devices(self) -> None:
         """Give the memory of the engines' devices to the trainer, where they share them, until the next sync."""
-        if self._membership.shares_devices:
+        if self._receivers.shares_devices:
             async with self._lock:
                 self._is_current.clear()  # `sync_one` would wake an engine
-                await self._membership.free_devices()
+                await self._receivers.free_devices()
 
     async def sync(self, version: int) -> dict[str, float]:
         """Bring every engine to `version` and return metrics; `WeightSyncError` if the probe verifies none of them.
 
-        When it returns, no engine serves requests with older or unverified weights. Lost engines, and `outliers` that
-        the probe does not verify, are left to the membership.
+        When it returns, no engine serves requests with older or unverified weights. Lost engines are restarted, and so
+        are the `outliers`, which the probe does not verify.
         """
         async with self._lock:
             self._is_current.clear()
             self.outliers = []
             start = time.perf_counter()
-            indices = await self._send(self._membership.active(), version)
+            engine_ids = await self._send(self._receivers.active(), version)
             sent = time.perf_counter()
-            gap = await self._verify(indices, version)
-            await self._membership.wait_for_stale_exit()
+            gap = await self._verify(engine_ids, version)
+            await self._receivers.wait_for_stale_exit()
             self._version = version
-            self._membership.allow_starts()
+            self._receivers.allow_starts()
             self._is_current.set()
             metrics = {
                 "weights/version": version,
@@ -213,65 +213,65 @@ class WeightSync:
             }
             return metrics if gap is None else metrics | {"weights/probe_gap": gap}
 
-    async def sync_one(self, index: int) -> None:
+    async def sync_one(self, engine_id: int) -> None:
         """Bring one engine to the version of the others; raises unless the probe verifies it."""
         while True:
             await self._is_current.wait()
             async with self._lock:
                 if self._is_current.is_set():  # an update may have come first
-                    return await self._sync_one(index)
+                    return await self._sync_one(engine_id)
 
-    async def _sync_one(self, index: int) -> None:
+    async def _sync_one(self, engine_id: int) -> None:
         if not self._transport.supports_sync_one:
             raise TrainerLostError(
-                f"rollout engine {index} was restarted, and device transfers cannot reach a new process. Set "
+                f"rollout engine {engine_id} was restarted, and device transfers cannot reach a new process. Set "
                 "actor_rollout_ref.rollout.weight_transport=host to continue after such a loss."
             )
         try:
-            [loss] = await self._transport.send(self._source, [self._receivers[index]], self._version)
+            [loss] = await self._transport.send(self._source, [self._receivers.get(engine_id)], self._version)
         except ProcessLostError as error:  # the loss of a receiver is returned, not raised
             raise TrainerLostError(str(error)) from error
         if loss is not None:
             raise loss
-        self._membership.mark_synced(index)
-        _, mismatches = self._compare({index: await self._run_probe(index)}, self._version)
+        self._receivers.mark_synced(engine_id)
+        _, mismatches = self._compare({engine_id: await self._run_probe(engine_id)}, self._version)
         if mismatches:
-            raise WeightSyncError(mismatches[index])
-        await self._membership.mark_ready(index, self._version)
+            raise WeightSyncError(mismatches[engine_id])
+        await self._receivers.mark_ready(engine_id, self._version)
 
-    async def _send(self, indices: Sequence[int], version: int) -> list[int]:
-        """Send the weights; returns the receivers that have them."""
-        if not indices:  # all are restarting, and will call `sync_one`
+    async def _send(self, receivers: Mapping[int, Receiver], version: int) -> list[int]:
+        """Send the weights; return the ids of the receivers that have them."""
+        if not receivers:  # all are restarting, and will call `sync_one`
             return []
-        receivers = [self._receivers[index] for index in indices]
-        return list(self._drop_lost(indices, await self._transport.send(self._source, receivers, version)))
+        losses = await self._transport.send(self._source, list(receivers.values()), version)
+        return list(self._drop_lost(list(receivers), losses))
 
-    async def _verify(self, indices: Sequence[int], version: int) -> float | None:
-        """Probe and enable the receivers; returns the largest gap to the trainer, None without receivers.
+    async def _verify(self, engine_ids: Sequence[int], version: int) -> float | None:
+        """Probe and enable the receivers; return the largest gap to the trainer, None without receivers.
 
-        If all mismatch, the transfer is broken, and the run ends. Otherwise those that do are, and are restarted: they
-        may have returned wrong results before, too.
+        If all engines mismatch, the transfer is broken, and the run ends. Otherwise only the engines that mismatch are
+        restarted; they may have returned wrong results before the probe, too.
         """
         expected, outcomes = await asyncio.gather(
             self._source.compute_logprobs(self._probe.sequences),
-            asyncio.gather(*(self._run_probe(index) for index in indices), return_exceptions=True),
+            asyncio.gather(*(self._run_probe(engine_id) for engine_id in engine_ids), return_exceptions=True),
         )
         _check_finite(expected, version)
         previous, self._expected = self._expected, expected
-        replies = self._drop_lost(indices, outcomes)
+        replies = self._drop_lost(engine_ids, outcomes)
         gap, mismatches = self._compare(replies, version, previous)
         if mismatches and len(mismatches) == len(self._receivers):
             raise WeightSyncError(next(iter(mismatches.values())))
-        for index, problem in mismatches.items():
-            self.outliers.append(index)
-            self._membership.mark_lost(index, ProcessLostError(f"{problem}"))
-        verified = [index for index in replies if index not in mismatches]
-        enabling = (self._membership.mark_ready(index, version) for index in verified)
+        for engine_id, problem in mismatches.items():
+            self.outliers.append(engine_id)
+            self._receivers.mark_lost(engine_id, ProcessLostError(problem))
+        verified = [engine_id for engine_id in replies if engine_id not in mismatches]
+        enabling = (self._receivers.mark_ready(engine_id, version) for engine_id in verified)
         self._drop_lost(verified, await asyncio.gather(*enabling, return_exceptions=True))
         return gap if replies else None
 
-    async def _run_probe(self, index: int) -> tuple[int, list[list[float]]]:
-        receiver = self._receivers[index]
+    async def _run_probe(self, engine_id: int) -> tuple[int, list[list[float]]]:
+        receiver = self._receivers.get(engine_id)
         return await receiver.version(), [await receiver.compute_logprobs(each) for each in self._probe.sequences]
 
     def _compare(
@@ -283,21 +283,23 @@ class WeightSync:
         """Return the largest gap of the engines that are verified, and what is wrong with each of the others."""
         assert self._expected is not None
         mismatches = {
-            index: f"rollout engine {index} did not reach version {version} of the weights: it reports {reported}."
-            for index, (reported, _) in replies.items()
+            engine_id: f"rollout engine {engine_id} did not reach version {version} of the weights: "
+            f"it reports {reported}."
+            for engine_id, (reported, _) in replies.items()
             if reported != version
         }
-        logprobs = {index: values for index, (_, values) in replies.items() if index not in mismatches}
+        logprobs = {engine_id: values for engine_id, (_, values) in replies.items() if engine_id not in mismatches}
         gap, others = compare_logprobs(self._probe, self._expected, logprobs, version=version, previous=previous)
         return gap, mismatches | others
 
-    def _drop_lost(self, indices: Sequence[int], outcomes: Sequence[T | BaseException | None]) -> dict[int, T]:
+    def _drop_lost(self, engine_ids: Sequence[int], outcomes: Sequence[T | BaseException | None]) -> dict[int, T]:
         """Return the outcomes of active receivers: one that was replaced in the meantime does not count."""
-        for index, outcome in zip(indices, outcomes, strict=True):
+        by_id = dict(zip(engine_ids, outcomes, strict=True))
+        for engine_id, outcome in by_id.items():
             if isinstance(outcome, ProcessLostError):
-                self._membership.mark_lost(index, outcome)
-        active = set(self._membership.active())
-        kept = {index: outcome for index, outcome in zip(indices, outcomes, strict=True) if index in active}
+                self._receivers.mark_lost(engine_id, outcome)
+        active = self._receivers.active()
+        kept = {engine_id: outcome for engine_id, outcome in by_id.items() if engine_id in active}
         for outcome in kept.values():
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -324,11 +326,11 @@ def compare_logprobs(
 ) -> tuple[float, dict[int, str]]:
     """Return the largest mean |difference| within the tolerance, and a message for each engine that exceeds it.
 
-    `trainer[s][t]` and `engines[index][s][t]` are log-probs. `previous`, the trainer's at the version before,
+    `trainer[s][t]` and `engines[id][s][t]` are log-probs. `previous`, the trainer's at the version before,
     distinguishes an engine that kept its old weights from one that received wrong ones.
     """
     worst, mismatches = 0.0, {}
-    for index, engine in engines.items():
+    for engine_id, engine in engines.items():
         difference = _distance(trainer, engine)
         if difference <= probe.tolerance:
             worst = max(worst, difference)
@@ -339,10 +341,10 @@ def compare_logprobs(
             if is_stale
             else "its weights are not the trainer's: a tensor was lost, renamed, cast or not repacked"
         )
-        mismatches[index] = (
-            f"rollout engine {index} does not hold version {version} of the weights: its log-probs of the probe differ "
-            f"from the trainer's by {difference:.3g} on average; at most {probe.tolerance:.3g} is allowed; {cause}. "
-            "If only rounding differs, increase actor_rollout_ref.rollout.probe_tolerance."
+        mismatches[engine_id] = (
+            f"rollout engine {engine_id} does not hold version {version} of the weights: its log-probs of the probe "
+            f"differ from the trainer's by {difference:.3g} on average; at most {probe.tolerance:.3g} is allowed; "
+            f"{cause}. If only rounding differs, increase actor_rollout_ref.rollout.probe_tolerance."
         )
     return worst, mismatches
 

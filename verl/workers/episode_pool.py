@@ -15,6 +15,7 @@ from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, Deadlines, Heart
 from verl.config.schema.root import Config
 from verl.rewards.result import FailureTracker, truncate
 from verl.rewards.reward_function import resolve_scorer
+from verl.rollout.membership import EngineView
 from verl.rollout.supervisor import EngineSupervisor
 from verl.types import SampleHandle, SamplePreview, SamplingParams
 from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
@@ -34,7 +35,7 @@ class RemoteEpisodeWorker(RemoteActor):
         )
 
     async def run(self, method: str, work: Any) -> Any:
-        """Run episodes without a deadline: engines and rewards have theirs, the worker only has to respond to pings."""
+        """Run episodes without a timeout: engines and rewards have theirs, the worker only has to respond to pings."""
         return await self._heartbeat.watch(self._call(method, work, deadline=None))
 
     async def preview_sample(self, split: str, data_source: str | None) -> SamplePreview | None:
@@ -63,7 +64,7 @@ class EpisodePool:
         pool: PlacementPool,
         count: int,
         settings: EpisodeSettings,
-        engines: Sequence[RemoteEngine],
+        engines: EngineView[RemoteEngine],
         reward_models: Sequence[RemoteRewardModel] = (),
         *,
         deterministic: bool = False,
@@ -77,8 +78,12 @@ class EpisodePool:
     async def start(self) -> None:
         await asyncio.gather(*(worker.start() for worker in self._workers))
 
+    async def update_engines(self, view: EngineView[RemoteEngine]) -> None:
+        """Let all workers use these engines; return when no request runs on an engine that left."""
+        await asyncio.gather(*(worker.run("update_engines", view) for worker in self._workers))
+
     async def run(self, request: GroupRequest) -> list[SampleHandle] | None:
-        """Return the samples of one prompt in the order of the seeds, or None if its row is too long and left out."""
+        """Return the samples of one prompt in the order of the seeds, or None if the prompt was dropped as too long."""
         if not self._deterministic:
             return await next(self._turn).run("run", request)
         loop = asyncio.get_running_loop()

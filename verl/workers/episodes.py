@@ -47,6 +47,7 @@ from verl.rewards.models.tokenization import build_encoder
 from verl.rewards.pool.pool import RewardClient, open_rewards
 from verl.rewards.result import RewardInput, RewardResult, make_failure
 from verl.rewards.settings import OverlongPenalty, RewardPoolSettings
+from verl.rollout.membership import EngineView
 from verl.rollout.replica_pool import EnginePool
 from verl.types import Failed, Prompt, Sample, SampleHandle, SamplePreview, SamplingParams
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool
@@ -102,7 +103,7 @@ class EpisodeWorker:
     def __init__(
         self,
         settings: EpisodeSettings,
-        engines: Sequence[RemoteEngine],
+        engines: EngineView[RemoteEngine],
         reward_models: Sequence[RemoteRewardModel] = (),
     ) -> None:
         self._settings, self._engines, self._reward_models = settings, engines, reward_models
@@ -188,8 +189,12 @@ class EpisodeWorker:
             self._reporting = asyncio.ensure_future(asyncio.to_thread(report))  # the loop keeps only weak references
         return result
 
+    async def update_engines(self, view: EngineView[RemoteEngine]) -> None:
+        """Use these engines from now on; return when no request runs on an engine that left."""
+        await self._pool.update(view)
+
     async def run(self, request: GroupRequest) -> list[SampleHandle] | None:
-        """Return the samples of one prompt, or None if its row is too long and left out."""
+        """Return the samples of one prompt, or None if the prompt is too long and was dropped."""
         prompt = self._datasets[request.split][request.row]
         return None if prompt is None else await self._run_group(request, prompt)
 

@@ -156,7 +156,7 @@ class RewardModelPool(ReplicaPool[RemoteRewardModel]):
         poll_interval_s: float = 1.0,
     ) -> None:
         super().__init__(
-            models,
+            dict(enumerate(models)),
             recovery_timeout_s=recovery_timeout_s,
             reply_timeout_s=heartbeat_s + MARGIN_S,
             poll_interval_s=poll_interval_s,
@@ -185,7 +185,7 @@ class RewardModelPool(ReplicaPool[RemoteRewardModel]):
             return _make_failure(str(error))
 
     async def _await_reply(self, replica: Replica[RemoteRewardModel], request: asyncio.Future[T]) -> T:
-        return await self._heartbeats[replica.index].watch(request)
+        return await self._heartbeats[replica.id].watch(request)
 
     async def _recover(self, replica: Replica[RemoteRewardModel], hangs: bool) -> None:
         """Start the model in the process that Ray restarts; first end a process that hangs or failed to start."""

@@ -46,13 +46,14 @@ class SyntheticEpisodes:
         from fake_rollout_engine import FakeRolloutEngine
 
         from verl.agents.episode import EpisodeRunner
+        from verl.rollout.membership import EngineView
         from verl.rollout.replica_pool import EnginePool
 
         async def score(*_: Any) -> Scored:
             return Scored(1.0)
 
         self._engine = FakeRolloutEngine(32_000)
-        self._runner = EpisodeRunner(EnginePool([self._engine]).generate, score, lambda tokens: "")
+        self._runner = EpisodeRunner(EnginePool(EngineView.of([self._engine])).generate, score, lambda tokens: "")
 
     async def start(self) -> None:
         await load_weights(self._engine, [], 0)

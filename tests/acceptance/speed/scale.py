@@ -33,6 +33,7 @@ from verl.config.load import load
 from verl.config.schema import Config
 from verl.data.samplers import PromptStream, SequentialSampler
 from verl.rewards.result import FailureTracker
+from verl.rollout.membership import EngineMembership, EngineView
 from verl.rollout.replica_pool import EnginePool
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.build.placement import place_engines
@@ -94,18 +95,20 @@ class Controller:
         self.policy = PolicyGroup.spawn(pool, ranks, deadlines=deadlines(config))
         self.engines = place_engines(config, pool, "cuda", ["0"] * ranks)
         self.workers = max(1, ranks // RANKS_PER_EPISODE_WORKER)
-        episodes = EpisodePool.spawn(pool, self.workers, episode_settings(config, {}, self.workers), self.engines)
+        membership = EngineMembership(self.engines)
+        settings = episode_settings(config, {}, self.workers)
+        episodes = EpisodePool.spawn(pool, self.workers, settings, membership.view)
         await asyncio.gather(
             self.policy.start(train_settings(config, 1000, "cuda")),
             episodes.start(),
             *(engine.start() for engine in self.engines),
         )
-        self.supervisor = build_supervisor(config, self.engines, RestartTracker(console), shares_devices=True)
+        self.supervisor = build_supervisor(config, membership, RestartTracker(console), shares_devices=True)
         client = EpisodeClient(config, episodes, self.supervisor, FailureTracker(0.0, self.size.samples), (0,))
         stream = PromptStream(SequentialSampler(10**9))
         self.buffer = EpisodeBuffer(client.run_group, stream, config.data.train_batch_size)
         probe = Probe.random(150_000, tolerance=1e-3)
-        weights = WeightSync(self.policy, self.engines, HostTransport(), probe, self.supervisor)
+        weights = WeightSync(self.policy, self.supervisor, HostTransport(), probe)
         self.supervisor.start(weights.sync_one)
         self.trainer = RLTrainer(self.buffer, build_planner(config, ranks), self.policy, weights, client, None, console)
         await self.trainer.begin(0)
@@ -162,7 +165,7 @@ class _Engine:
 async def time_pool(engines: int, requests: int = 1024) -> float:
     """Return the CPU microseconds of a request in the pool of an episode worker."""
     handles: Any = [_Engine() for _ in range(engines)]
-    pool = EnginePool(handles)
+    pool = EnginePool(EngineView.of(handles))
     prompts = [[index // RESPONSES, *range(64)] for index in range(requests)]
     start = time.process_time()
     await asyncio.gather(*(pool.generate(prompt, SamplingParams(512)) for prompt in prompts))

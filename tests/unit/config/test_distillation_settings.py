@@ -8,6 +8,7 @@ from verl.config.features import scores_responses, uses_critic, uses_task_reward
 from verl.config.load import load
 from verl.config.schema import Config
 from verl.errors import ConfigError
+from verl.rollout.membership import EngineView
 from verl.trainer.build.algorithm_settings import algorithm_settings
 from verl.trainer.build.worker_settings import episode_settings, train_settings
 from verl.workers.episodes import EpisodeWorker
@@ -99,7 +100,7 @@ def test_distillation_alone_trains_no_critic_and_scores_only_validation() -> Non
     assert episode_settings(alone, {}, 1).reward is None
     validated = episode_settings(config_of(*ALONE, "data.val_files=test.parquet"), {}, 1)
     assert validated.reward is not None
-    assert not EpisodeWorker(validated, [])._scores_training
+    assert not EpisodeWorker(validated, EngineView.of([]))._scores_training
 
 
 def test_the_teacher_is_a_frozen_model_in_the_type_that_it_computes_in() -> None:

@@ -8,6 +8,7 @@ from simulated_clock import simulate
 
 from tests.fake_rollout_engine import FakeRolloutEngine
 from verl.errors import EngineError, ProcessLostError
+from verl.rollout.membership import EngineView
 from verl.rollout.replica_pool import MAX_LOSSES, SPILL, EnginePool, Request
 from verl.rollout.supervisor import EngineState
 from verl.types import Completion, SamplingParams
@@ -80,7 +81,7 @@ def in_simulated_time(test):  # type: ignore[no-untyped-def]
 @in_simulated_time
 async def test_requests_of_one_size_are_spread_evenly() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(engines)
+    pool = EnginePool(EngineView.of(engines))
     await asyncio.gather(*(pool.generate([1, token], SHORT) for token in range(10)))
     assert [len(engine.requests) for engine in engines] == [5, 5]
     assert pool.load == (0, 0)
@@ -89,7 +90,7 @@ async def test_requests_of_one_size_are_spread_evenly() -> None:
 @in_simulated_time
 async def test_a_long_request_keeps_others_away_from_its_engine() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(engines)
+    pool = EnginePool(EngineView.of(engines))
     sizes = [40, *[4] * 6]
     await asyncio.gather(*(pool.generate([1], SamplingParams(max_tokens=size)) for size in sizes))
     assert sorted(len(engine.requests) for engine in engines) == [1, 6]
@@ -98,7 +99,7 @@ async def test_a_long_request_keeps_others_away_from_its_engine() -> None:
 @in_simulated_time
 async def test_requests_of_an_engine_that_dies_run_again_elsewhere_exactly_as_they_were_asked() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(engines)
+    pool = EnginePool(EngineView.of(engines))
     asked = [pool.generate([number], SamplingParams(max_tokens=9, seed=number)) for number in range(6)]
     answers = asyncio.gather(*asked)
     await asyncio.sleep(2)
@@ -110,19 +111,19 @@ async def test_requests_of_an_engine_that_dies_run_again_elsewhere_exactly_as_th
     assert len(engines[1].requests) == 6
     assert all(request in engines[1].requests for request in engines[0].requests)
     assert (pool.losses, pool.retries, pool.load) == (1, 3, (0, 0))
-    assert pool.states == (LOST, READY)
+    assert pool.states == {0: LOST, 1: READY}
 
 
 @in_simulated_time
 async def test_an_engine_that_comes_back_is_used_again() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(engines)
+    pool = EnginePool(EngineView.of(engines))
     engines[0].die()
     await asyncio.gather(*(pool.generate([token], SHORT) for token in range(4)))
-    assert pool.states == (LOST, READY)
+    assert pool.states == {0: LOST, 1: READY}
     engines[0].come_back()
     await asyncio.sleep(2)
-    assert pool.states == (READY, READY)
+    assert pool.states == {0: READY, 1: READY}
     await asyncio.gather(*(pool.generate([token], SHORT) for token in range(4)))
     assert len(engines[0].requests) >= 2
 
@@ -141,14 +142,14 @@ async def test_an_engine_that_answers_nonsense_is_asked_again() -> None:
     engine = Confused()
     engine.die()
     asyncio.get_running_loop().call_later(1, engine.come_back)
-    await EnginePool([engine]).generate([1], SHORT)
+    await EnginePool(EngineView.of([engine])).generate([1], SHORT)
     assert engine.asked >= 3
 
 
 @in_simulated_time
 async def test_requests_wait_for_the_first_engine_that_comes_back() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(engines)
+    pool = EnginePool(EngineView.of(engines))
     for engine in engines:
         engine.die()
     asyncio.get_running_loop().call_later(100, engines[1].come_back)
@@ -159,7 +160,7 @@ async def test_requests_wait_for_the_first_engine_that_comes_back() -> None:
 @in_simulated_time
 async def test_when_none_comes_back_the_wait_ends_and_says_how_they_were_lost() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(engines, recovery_timeout_s=300)
+    pool = EnginePool(EngineView.of(engines), recovery_timeout_s=300)
     for engine in engines:
         engine.die()
     with pytest.raises(EngineError, match=r"recovered within 300 s.*engine 0: no process; engine 1: no process"):
@@ -170,11 +171,11 @@ async def test_when_none_comes_back_the_wait_ends_and_says_how_they_were_lost() 
 async def test_an_engine_that_finishes_nothing_is_shut_and_its_requests_go_elsewhere() -> None:
     engines = [Engine(), Engine()]
     engines[0].hangs = True
-    pool = EnginePool(engines, stall_timeout_s=50)
+    pool = EnginePool(EngineView.of(engines), stall_timeout_s=50)
     await asyncio.gather(*(pool.generate([1, 2, token], SamplingParams(max_tokens=8)) for token in range(2)))
     await asyncio.sleep(10)
     assert "engine 0 has finished no request for 50 s, with 11 tokens" in engines[0].was_shut
-    assert pool.states == (LOST, READY)
+    assert pool.states == {0: LOST, 1: READY}
 
 
 @in_simulated_time
@@ -186,7 +187,7 @@ async def test_a_request_that_waits_behind_others_is_not_taken_for_a_hang() -> N
             async with self.turn:
                 return await super().generate(token_ids, sampling)
 
-    pool = EnginePool([OneAtATime()], stall_timeout_s=10)
+    pool = EnginePool(EngineView.of([OneAtATime()]), stall_timeout_s=10)
     assert len(await asyncio.gather(*(pool.generate([1], SHORT) for _ in range(8)))) == 8  # the last waits 32 s
     assert pool.losses == 0
 
@@ -201,7 +202,7 @@ async def test_a_request_that_ends_every_engine_is_named() -> None:
             return await super().generate(token_ids, sampling)
 
     engines = [Fragile(), Fragile()]
-    pool = EnginePool(engines)
+    pool = EnginePool(EngineView.of(engines))
     with pytest.raises(EngineError, match=r"3 tokens that begin with \[6, 6, 6\].*engine 0: killed"):
         await pool.generate([6, 6, 6], SHORT)
     assert sum(len(engine.requests) for engine in engines) == MAX_LOSSES
@@ -210,7 +211,7 @@ async def test_a_request_that_ends_every_engine_is_named() -> None:
 @in_simulated_time
 async def test_a_request_is_not_blamed_for_engines_that_are_gone_when_it_comes() -> None:
     engines = [Engine() for _ in range(2 * MAX_LOSSES)]
-    pool = EnginePool(engines)
+    pool = EnginePool(EngineView.of(engines))
     for engine in engines:
         engine.die()
     asyncio.get_running_loop().call_later(60, engines[0].come_back)
@@ -224,17 +225,17 @@ async def test_an_error_of_the_request_is_its_own_and_nobody_is_lost() -> None:
         async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
             raise EngineError("longer than max_model_len")
 
-    pool = EnginePool([Refusing()])
+    pool = EnginePool(EngineView.of([Refusing()]))
     with pytest.raises(EngineError, match="max_model_len"):
         await pool.generate([1], SHORT)
-    assert pool.states == (READY,)
+    assert pool.states == {0: READY}
 
 
 @in_simulated_time
 async def test_together_each_engine_gets_its_share_in_one_call_and_answers_keep_their_order() -> None:
     engines = [Engine(), Engine(), Engine()]
     requests = [([number], SamplingParams(max_tokens=3, seed=number)) for number in range(7)]
-    answers = await EnginePool(engines).generate_all(requests)
+    answers = await EnginePool(EngineView.of(engines)).generate_all(requests)
     assert [engine.batches for engine in engines] == [[requests[place::3]] for place in range(3)]
     alone = FakeRolloutEngine()
     assert [answer.token_ids for answer in answers] == [(await alone.generate(*r)).token_ids for r in requests]
@@ -245,7 +246,7 @@ async def test_the_batch_of_a_lost_engine_runs_again_unchanged_and_beside_no_oth
     engines = [Engine(), Engine()]
     requests = [([number], SamplingParams(max_tokens=3, seed=number)) for number in range(5)]
     asyncio.get_running_loop().call_later(1, engines[0].die)
-    await EnginePool(engines).generate_all(requests)
+    await EnginePool(EngineView.of(engines)).generate_all(requests)
     assert engines[1].batches == [requests[1::2], requests[0::2]]
     assert asyncio.get_running_loop().time() == pytest.approx(6)  # one after the other
 
@@ -253,7 +254,7 @@ async def test_the_batch_of_a_lost_engine_runs_again_unchanged_and_beside_no_oth
 @in_simulated_time
 async def test_fewer_requests_than_engines_and_none_at_all() -> None:
     engines = [Engine(), Engine(), Engine()]
-    pool = EnginePool(engines)
+    pool = EnginePool(EngineView.of(engines))
     assert await pool.generate_all([]) == []
     assert len(await pool.generate_all([([1], SHORT)])) == 1
     assert [len(engine.batches) for engine in engines] == [1, 0, 0]
@@ -261,13 +262,13 @@ async def test_fewer_requests_than_engines_and_none_at_all() -> None:
 
 def test_an_empty_pool_is_refused() -> None:
     with pytest.raises(EngineError, match="num_engines"):
-        EnginePool([])
+        EnginePool(EngineView.of([]))
 
 
 @in_simulated_time
 async def test_responses_to_a_prompt_go_to_one_engine_and_other_prompts_elsewhere() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(engines)
+    pool = EnginePool(EngineView.of(engines))
     prompts = [[1, 2], [3, 4]]
     await asyncio.gather(*(pool.generate(prompt, SHORT) for prompt in prompts for _ in range(8)))
     assert sorted([*prompt] for engine in engines for prompt in {tuple(one) for one, _ in engine.requests}) == prompts
@@ -277,7 +278,7 @@ async def test_responses_to_a_prompt_go_to_one_engine_and_other_prompts_elsewher
 @in_simulated_time
 async def test_a_prompt_with_many_responses_spills_over_to_idle_engines() -> None:
     engines = [Engine() for _ in range(4)]
-    pool = EnginePool(engines)
+    pool = EnginePool(EngineView.of(engines))
     await asyncio.gather(*(pool.generate([1, 2], SHORT) for _ in range(64)))
     assert (
         max(len(engine.requests) for engine in engines) - min(len(engine.requests) for engine in engines) <= SPILL + 1
@@ -286,7 +287,7 @@ async def test_a_prompt_with_many_responses_spills_over_to_idle_engines() -> Non
 
 @in_simulated_time
 async def test_nothing_is_remembered_of_prompts_that_are_done() -> None:
-    pool = EnginePool([Engine(), Engine()])
+    pool = EnginePool(EngineView.of([Engine(), Engine()]))
     await asyncio.gather(*(pool.generate([prompt], SHORT) for prompt in range(10)))
     assert not pool._affinities
 
@@ -294,7 +295,7 @@ async def test_nothing_is_remembered_of_prompts_that_are_done() -> None:
 @in_simulated_time
 async def test_the_turns_of_an_episode_stay_on_one_engine_between_which_others_run() -> None:
     engines = [Engine(), Engine(), Engine()]
-    pool = EnginePool(engines)
+    pool = EnginePool(EngineView.of(engines))
     generate = pool.start_episode()
     used = []
     for turn in range(6):
@@ -306,10 +307,104 @@ async def test_the_turns_of_an_episode_stay_on_one_engine_between_which_others_r
 @in_simulated_time
 async def test_an_episode_leaves_an_engine_that_is_lost() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(engines)
+    pool = EnginePool(EngineView.of(engines))
     generate = pool.start_episode()
     first = (await generate([1], SHORT)).engine
     engines[first].die()
     second = (await generate([1, 2], SHORT)).engine
     assert second == 1 - first
     assert (await generate([1, 2, 3], SHORT)).engine == second  # it does not go back
+
+
+def view(version: int, engines: dict[int, Engine]) -> EngineView[Engine]:
+    return EngineView(version, engines)
+
+
+@in_simulated_time
+async def test_an_engine_that_joined_gets_requests() -> None:
+    engines = [Engine(), Engine()]
+    pool = EnginePool(view(0, {0: engines[0]}))
+    running = [asyncio.ensure_future(pool.generate([prompt], SHORT)) for prompt in range(4)]
+    await asyncio.sleep(0)
+    await pool.update(view(1, {0: engines[0], 7: engines[1]}))
+    assert [(await pool.generate([9, prompt], SHORT)).engine for prompt in range(2)] == [7, 7]
+    await asyncio.gather(*running)
+    assert pool.states == {0: READY, 7: READY}
+
+
+@in_simulated_time
+async def test_an_engine_that_left_finishes_its_requests_and_gets_no_more() -> None:
+    engines = [Engine(), Engine()]
+    pool = EnginePool(EngineView.of(engines))
+    running = [asyncio.ensure_future(pool.generate([prompt], SHORT)) for prompt in range(4)]
+    await asyncio.sleep(1)
+    updating = asyncio.ensure_future(pool.update(view(1, {1: engines[1]})))
+    later = [asyncio.ensure_future(pool.generate([9, prompt], SHORT)) for prompt in range(4)]
+    await updating
+    assert asyncio.get_running_loop().time() == 4, "a response takes four seconds"
+    assert [(await reply).engine for reply in later] == [1] * 4
+    assert sorted([(await reply).engine for reply in running]) == [0, 0, 1, 1]
+    assert [len(engine.requests) for engine in engines] == [2, 6]
+    assert pool.states == {1: READY}
+
+
+@in_simulated_time
+async def test_requests_on_an_engine_that_ends_when_it_leaves_run_again_without_blame() -> None:
+    engines = [Engine() for _ in range(MAX_LOSSES + 3)]
+    present = dict(enumerate(engines))
+    pool = EnginePool(view(0, present))
+    reply = asyncio.ensure_future(pool.generate([1], SHORT))
+    for version in range(1, MAX_LOSSES + 2):
+        await asyncio.sleep(1)
+        [busy] = [engine_id for engine_id, engine in present.items() if engine._running]
+        present = {engine_id: engine for engine_id, engine in present.items() if engine_id != busy}
+        updating = asyncio.ensure_future(pool.update(view(version, present)))
+        await asyncio.sleep(0)
+        engines[busy].die()
+        await updating
+    assert len((await reply).token_ids) == SHORT.max_tokens
+    assert (pool.retries, pool.losses) == (MAX_LOSSES + 1, 0)
+
+
+@in_simulated_time
+async def test_an_older_view_that_arrives_late_is_ignored() -> None:
+    engines = [Engine(), Engine(), Engine()]
+    pool = EnginePool(EngineView.of(engines))
+    await pool.update(view(2, {1: engines[1], 2: engines[2]}))
+    await pool.update(view(1, dict(enumerate(engines))))
+    assert pool.states == {1: READY, 2: READY}
+
+
+@in_simulated_time
+async def test_a_lost_engine_that_leaves_is_not_asked_any_more() -> None:
+    engines = [Engine(), Engine()]
+    pool = EnginePool(EngineView.of(engines))
+    engines[0].die()
+    await asyncio.gather(*(pool.generate([prompt], SHORT) for prompt in range(2)))
+    assert pool.states == {0: LOST, 1: READY}
+    await pool.update(view(1, {1: engines[1]}))
+    engines[0].come_back()
+    await asyncio.sleep(60)
+    assert pool.states == {1: READY}
+
+
+@in_simulated_time
+async def test_an_episode_moves_on_when_its_engine_left() -> None:
+    engines = [Engine(), Engine()]
+    pool = EnginePool(EngineView.of(engines))
+    generate = pool.start_episode()
+    first = (await generate([1], SHORT)).engine
+    await pool.update(view(1, {1 - first: engines[1 - first]}))
+    assert (await generate([1, 2], SHORT)).engine == 1 - first
+
+
+@in_simulated_time
+async def test_without_engines_requests_and_batches_wait_for_one_that_joins() -> None:
+    engines = [Engine(), Engine()]
+    pool = EnginePool(EngineView.of(engines[:1]))
+    await pool.update(view(1, {}))
+    waiting = asyncio.gather(pool.generate([1], SHORT), pool.generate_all([([2], SHORT), ([3], SHORT)]))
+    await asyncio.sleep(100)
+    await pool.update(view(2, {1: engines[1]}))
+    reply, batch = await waiting
+    assert {reply.engine, *(each.engine for each in batch)} == {1}

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from simulated_engines import SimulatedEngine
 from simulated_run import Violation, run_seed
 
 from verl.rollout import replica_pool as pool
+from verl.rollout.membership import EngineMembership
 from verl.rollout.replica_pool import EnginePool
 from verl.rollout.supervisor import EngineSlot, EngineState, EngineSupervisor
 from verl.trainer.buffer.admission import Admission
@@ -52,7 +53,7 @@ async def _nothing(*_: Any, **__: Any) -> None:
 
 
 async def _by_who_is_ready(self: EnginePool, requests: Sequence[pool.Request]) -> list[Completion]:
-    count = max(1, self.states.count(EngineState.READY))
+    count = max(1, list(self.states.values()).count(EngineState.READY))
     shares = [requests[place::count] for place in range(min(count, len(requests)))]
     answers = await asyncio.gather(*(self._generate_batch(share, place) for place, share in enumerate(shares)))
     return [answers[index % count][index // count] for index in range(len(requests))]
@@ -94,10 +95,19 @@ def _as_the_stream(self: EpisodeBuffer) -> dict[str, Any]:
 
 async def _start_at_any_time(self: EngineSupervisor, slot: EngineSlot) -> None:
     self._may_start.set()
-    await _restart(self, slot)
+    await _start_process(self, slot)
 
 
-_restart = EngineSupervisor._restart
+_start_process = EngineSupervisor._start_process
+
+
+def _in_the_view_at_once(self: EngineMembership[Any], spawn: Callable[[int], Any]) -> int:
+    engine_id = _add(self, spawn)
+    self.publish(engine_id)
+    return engine_id
+
+
+_add = EngineMembership.add
 TRIES = 300
 
 MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed from which on that is seen soon
@@ -127,10 +137,25 @@ MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed
         "a response of version|an engine that sleeps",
         474,
     ),
+    "a pool that does not learn that engines left": (
+        EnginePool,
+        "_forget",
+        lambda *_: None,
+        "which has left|does not see",
+        0,
+    ),
+    "a pool that does not learn that engines joined": (EnginePool, "update", _nothing, "does not see", 0),
+    "engines that get requests before they are ready": (
+        EngineMembership,
+        "add",
+        _in_the_view_at_once,
+        "which has not joined yet",
+        0,
+    ),
     "a supervisor that lets no engine sleep": (EngineSupervisor, "free_devices", _nothing, "parts of a device", 0),
     "a supervisor that starts engines at any time": (
         EngineSupervisor,
-        "_restart",
+        "_start_process",
         _start_at_any_time,
         "parts of a device",
         0,

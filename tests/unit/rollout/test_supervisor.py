@@ -8,6 +8,7 @@ import pytest
 from simulated_clock import simulate
 
 from verl.errors import EngineError, ProcessLostError
+from verl.rollout.membership import EngineMembership, EngineView
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
 from verl.waiting import with_timeout
 from verl.weights.sync import HostTransport, Probe, WeightSync
@@ -43,7 +44,7 @@ class Engine:
     def __init__(self) -> None:
         self.failing_starts = 0
         self.loads_nothing = self.dies_in_load = False
-        self.starts, self.end_s = 0, 1.0
+        self.starts, self.end_s, self.is_closed = 0, 1.0, False
         self._begin()
 
     def _begin(self) -> None:
@@ -67,6 +68,10 @@ class Engine:
     async def end(self) -> None:
         await asyncio.sleep(self.end_s)
         self.is_up = self.is_enabled = self.hangs = False
+
+    async def close(self) -> None:
+        self.is_up = self.is_enabled = False
+        self.is_closed = True
 
     async def start(self) -> None:
         self.starts += 1
@@ -113,13 +118,27 @@ class Scene:
     def __init__(self, count: int, **settings: Any) -> None:
         self.events: list[EngineEvent] = []
         self.model, self.engines = Model(), [Engine() for _ in range(count)]
-        self.supervisor = EngineSupervisor(self.engines, self.events.append, **settings)
-        self.weights = WeightSync(self.model, self.engines, HostTransport(), PROBE, self.supervisor)
+        self.membership = EngineMembership(self.engines)
+        self.views: list[list[int]] = []  # that pools were told
+        self.pools_are_idle = asyncio.Event()
+        self.pools_are_idle.set()
+        self.membership.follow(self.update_pools)
+        self.supervisor = EngineSupervisor(self.membership, self.events.append, **settings)
+        self.weights = WeightSync(self.model, self.supervisor, HostTransport(), PROBE)
 
     async def start(self) -> None:
         self.supervisor.start(self.weights.sync_one)
         await self.weights.sync(0)
         self.events.clear()
+
+    async def update_pools(self, view: EngineView[Engine]) -> None:
+        self.views.append(list(view.engines))
+        await self.pools_are_idle.wait()
+
+    def spawn(self, engine_id: int) -> Engine:
+        self.engines.append(Engine())
+        self.engines[-1].is_up = False  # until it is started
+        return self.engines[engine_id]
 
     async def step(self, version: int) -> None:
         async with self.weights.updating():
@@ -128,10 +147,10 @@ class Scene:
         await self.weights.sync(version)
 
     def moves_of(self, number: int) -> list[str]:
-        return [event.state.value for event in self.events if event.index == number]
+        return [event.state.value for event in self.events if event.engine_id == number]
 
     def states(self) -> list[str]:
-        return [state.value for state in self.supervisor.states]
+        return [state.value for state in self.supervisor.states.values()]
 
 
 def scene(count: int, **settings: Any) -> Callable[[Callable[[Scene], Coroutine[Any, Any, None]]], Callable[[], None]]:
@@ -383,3 +402,137 @@ async def test_training_waits_for_an_engine_that_is_starting_and_puts_it_to_slee
 async def test_engines_on_devices_of_their_own_do_not_sleep(run: Scene) -> None:
     await run.weights.free_devices()
     assert not run.engines[0].is_asleep
+
+
+@scene(2)
+async def test_an_engine_that_joins_is_started_synced_and_probed_before_it_gets_requests(run: Scene) -> None:
+    await run.step(1)
+    assert run.supervisor.add(run.spawn) == 2
+    await asyncio.sleep(5)
+    assert (run.states(), run.views) == (["ready", "ready", "joining"], [])
+    await asyncio.sleep(20)
+    assert run.moves_of(2) == ["syncing", "probing", "ready"]
+    assert [(event.joins, round(event.seconds)) for event in run.events[-1:]] == [(True, 12)]
+    assert (run.engines[2].weight, run.engines[2].held, run.engines[2].is_enabled) == (1.0, 1, True)
+    assert run.views == [[0, 1, 2]]
+    await run.step(2)
+    assert [engine.held for engine in run.engines] == [2, 2, 2]
+
+
+@scene(1)
+async def test_an_engine_that_fails_to_join_is_tried_again_and_then_restarted_like_the_others(run: Scene) -> None:
+    def spawn(engine_id: int) -> Engine:
+        engine = run.spawn(engine_id)
+        engine.failing_starts = 1
+        return engine
+
+    run.supervisor.add(spawn)
+    await asyncio.sleep(60)
+    assert run.moves_of(1) == NAMES
+    assert run.views == [[0, 1]]
+    run.engines[1].is_up = False
+    await asyncio.sleep(60)
+    assert run.moves_of(1) == NAMES * 2
+    assert not run.events[-1].joins
+    assert run.views == [[0, 1]], "pools find out about losses by themselves"
+
+
+@scene(1)
+async def test_an_engine_does_not_join_while_the_trained_weights_change(run: Scene) -> None:
+    async with run.weights.updating():
+        run.supervisor.add(run.spawn)
+        run.model.weight = 7.0
+        await asyncio.sleep(100)
+        assert run.states() == ["ready", "syncing"]
+    await run.weights.sync(1)
+    await asyncio.sleep(10)
+    assert (run.states(), run.engines[1].weight) == (["ready", "ready"], 7.0)
+
+
+@scene(1, shares_devices=True)
+async def test_an_engine_joins_when_the_trainer_has_left_the_devices(run: Scene) -> None:
+    await run.weights.free_devices()
+    run.supervisor.add(run.spawn)
+    await asyncio.sleep(100)
+    assert (run.states(), run.engines[1].starts) == (["ready", "joining"], 0)
+    await run.step(1)
+    await asyncio.sleep(20)
+    assert (run.states(), run.engines[1].held) == (["ready", "ready"], 1)
+
+
+@scene(2)
+async def test_an_engine_that_leaves_finishes_its_requests_with_the_current_weights(run: Scene) -> None:
+    run.pools_are_idle.clear()
+    leaving = asyncio.ensure_future(run.supervisor.remove(0, drain_timeout_s=600))
+    await asyncio.sleep(1)
+    assert (run.states(), run.views) == (["draining", "ready"], [[1]])
+    await run.step(1)
+    assert (run.engines[0].held, run.engines[0].is_enabled) == (1, True)
+    run.pools_are_idle.set()
+    await leaving
+    assert run.moves_of(0) == ["draining", "left"]
+    assert run.engines[0].is_closed
+    assert run.supervisor.states.keys() == {1}
+    assert run.membership.engines.keys() == {1}
+    await run.step(2)
+    assert [engine.held for engine in run.engines] == [1, 2]
+    assert run.supervisor.add(run.spawn) == 2, "ids are not used again"
+
+
+@scene(2)
+async def test_requests_that_do_not_end_in_time_are_cut_off(run: Scene) -> None:
+    run.pools_are_idle.clear()
+    leaving = asyncio.ensure_future(run.supervisor.remove(0, drain_timeout_s=30))
+    await asyncio.sleep(29)
+    assert run.engines[0].is_up
+    await asyncio.sleep(5)
+    assert not run.engines[0].is_up
+    assert not leaving.done(), "pools may still wait for replies of the old process"
+    run.pools_are_idle.set()
+    await leaving
+
+
+@scene(2)
+async def test_an_engine_that_dies_while_it_leaves_is_not_restarted(run: Scene) -> None:
+    run.pools_are_idle.clear()
+    leaving = asyncio.ensure_future(run.supervisor.remove(0, drain_timeout_s=600))
+    await asyncio.sleep(1)
+    run.engines[0].is_up = False
+    await asyncio.sleep(60)
+    run.pools_are_idle.set()
+    await leaving
+    assert run.moves_of(0) == ["draining", "lost", "left"]
+    assert run.engines[0].starts == 0
+
+
+@scene(2)
+async def test_an_engine_that_is_being_restarted_leaves_at_once(run: Scene) -> None:
+    run.engines[0].is_up = False
+    await asyncio.sleep(15)
+    assert run.states() == ["restarting", "ready"]
+    await run.supervisor.remove(0, drain_timeout_s=600)
+    assert (run.states(), run.moves_of(0)[-1], run.engines[0].is_closed) == (["ready"], "left", True)
+    await run.step(1)
+
+
+@scene(2)
+async def test_the_last_engine_cannot_leave_and_none_leaves_twice(run: Scene) -> None:
+    run.pools_are_idle.clear()
+    leaving = asyncio.ensure_future(run.supervisor.remove(0, drain_timeout_s=600))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="engine 0 is already leaving"):
+        await run.supervisor.remove(0, drain_timeout_s=600)
+    with pytest.raises(ValueError, match="engine 1 cannot leave: no other engine would be left"):
+        await run.supervisor.remove(1, drain_timeout_s=600)
+    run.pools_are_idle.set()
+    await leaving
+
+
+@scene(2, start_timeout_s=100)
+async def test_an_engine_that_cannot_be_ended_when_it_leaves_ends_the_run(run: Scene) -> None:
+    run.engines[0].end_s = 1000.0
+    run.pools_are_idle.clear()
+    with pytest.raises(ProcessLostError, match="rollout engine 0 could not be ended"):
+        await run.supervisor.remove(0, drain_timeout_s=600)
+    with pytest.raises(ProcessLostError, match="rollout engine 0 could not be ended"):
+        await run.supervisor.run_while_available(asyncio.sleep(1))

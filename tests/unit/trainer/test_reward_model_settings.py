@@ -13,6 +13,7 @@ import pytest
 from verl.config.load import load_dict
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
+from verl.rollout.membership import EngineView
 from verl.rollout.vllm.reward_model import VllmRewardModel
 from verl.trainer.build.preflight import check_files
 from verl.trainer.build.worker_settings import episode_settings, reward_model_settings
@@ -48,7 +49,7 @@ async def build_scorer(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple
     record("open_rewards", SimpleNamespace(start=lambda: asyncio.sleep(0)))
     for name in ("score_by_function", "score_by_model", "weighted_sum"):
         record(name, name)
-    worker = episodes.EpisodeWorker(episode_settings(config, DATA, 1), [])
+    worker = episodes.EpisodeWorker(episode_settings(config, DATA, 1), EngineView.of([]))
     worker._datasets = {"train": ["example"]}  # type: ignore[dict-item]
     return await worker._build_scorer(cast("Any", "policy")), calls
 

@@ -55,26 +55,32 @@ class Engine(Model):
         return self._version
 
 
-class StaticMembership:
+class StaticReceivers:
     """A fixed set of receivers; losing one is an error."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = dict(enumerate(engines))
 
-    def active(self) -> Sequence[int]:
-        return range(self._count)
+    def __len__(self) -> int:
+        return len(self._engines)
 
-    def mark_lost(self, index: int, error: ProcessLostError) -> None:
+    def get(self, engine_id: int) -> Engine:
+        return self._engines[engine_id]
+
+    def active(self) -> dict[int, Engine]:
+        return self._engines
+
+    def mark_lost(self, engine_id: int, error: ProcessLostError) -> None:
         raise error
 
-    def mark_synced(self, index: int) -> None: ...
-    async def mark_ready(self, index: int, version: int) -> None: ...
+    def mark_synced(self, engine_id: int) -> None: ...
+    async def mark_ready(self, engine_id: int, version: int) -> None: ...
     async def wait_for_stale_exit(self) -> None: ...
     def allow_starts(self) -> None: ...
 
 
 def make_sync(model: Model, engines: Sequence[Engine], transport: Transport) -> WeightSync:
-    return WeightSync(model, engines, transport, PROBE, StaticMembership(len(engines)))
+    return WeightSync(model, StaticReceivers(engines), transport, PROBE)
 
 
 async def test_a_trainer_that_has_diverged_is_named_instead_of_the_engines() -> None:
@@ -95,35 +101,35 @@ async def test_every_engine_gets_the_weights_and_the_version() -> None:
         assert metrics["weights/probe_gap"] == 0
 
 
-class Recording(StaticMembership):
-    """Takes lost receivers out, and records why they were."""
+class Recording(StaticReceivers):
+    """Takes lost receivers out, and records why they were lost."""
 
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        super().__init__(engines)
         self.lost: dict[int, str] = {}
         self.ready: list[int] = []
 
-    def active(self) -> Sequence[int]:
-        return [index for index in range(self._count) if index not in self.lost]
+    def active(self) -> dict[int, Engine]:
+        return {engine_id: engine for engine_id, engine in self._engines.items() if engine_id not in self.lost}
 
-    def mark_lost(self, index: int, error: ProcessLostError) -> None:
-        self.lost[index] = str(error)
+    def mark_lost(self, engine_id: int, error: ProcessLostError) -> None:
+        self.lost[engine_id] = str(error)
 
-    async def mark_ready(self, index: int, version: int) -> None:
-        self.ready.append(index)
+    async def mark_ready(self, engine_id: int, version: int) -> None:
+        self.ready.append(engine_id)
 
 
 async def test_an_outlier_is_restarted_and_the_others_go_on() -> None:
     model, engines = Model(), [Engine(), Engine(loses_weights=True), Engine()]
-    membership = Recording(3)
-    weight_sync = WeightSync(model, engines, HostTransport(), PROBE, membership)
+    receivers = Recording(engines)
+    weight_sync = WeightSync(model, receivers, HostTransport(), PROBE)
     await weight_sync.sync(0)
-    assert (weight_sync.outliers, membership.ready) == ([], [0, 1, 2])
+    assert (weight_sync.outliers, receivers.ready) == ([], [0, 1, 2])
     model.weight = 0.5
     metrics = await weight_sync.sync(1)
-    assert (weight_sync.outliers, membership.ready) == ([1], [0, 1, 2, 0, 2]), "an engine that is wrong is not enabled"
-    assert "rollout engine 1 does not hold version 1 of the weights" in membership.lost[1]
-    assert "it still has version 0" in membership.lost[1]
+    assert (weight_sync.outliers, receivers.ready) == ([1], [0, 1, 2, 0, 2]), "an engine that is wrong is not enabled"
+    assert "rollout engine 1 does not hold version 1 of the weights" in receivers.lost[1]
+    assert "it still has version 0" in receivers.lost[1]
     assert metrics["weights/probe_gap"] == 0
 
 
@@ -160,11 +166,11 @@ def test_probe_tokens_are_fixed_by_the_seed_and_within_the_vocabulary() -> None:
 
 
 async def test_while_all_engines_are_away_nothing_is_said_to_be_proved() -> None:
-    class Nobody(StaticMembership):
-        def active(self) -> Sequence[int]:
-            return []
+    class Nobody(StaticReceivers):
+        def active(self) -> dict[int, Engine]:
+            return {}
 
-    metrics = await WeightSync(Model(), [Engine()], HostTransport(), PROBE, Nobody(1)).sync(3)
+    metrics = await WeightSync(Model(), Nobody([Engine()]), HostTransport(), PROBE).sync(3)
     assert metrics["weights/version"] == 3
     assert "weights/probe_gap" not in metrics
 
@@ -178,7 +184,7 @@ async def test_without_a_supervisor_a_lost_engine_ends_the_sync() -> None:
         await make_sync(Model(), [Engine(), Dying()], HostTransport()).sync(0)
 
 
-async def test_weights_that_do_not_fit_end_the_sync_with_any_membership() -> None:
+async def test_weights_that_do_not_fit_end_the_sync_with_any_receivers() -> None:
     class Refusing(Engine):
         async def load_bucket(self, bucket: float) -> None:
             raise WeightSyncError("weights do not fit")
@@ -200,21 +206,23 @@ class Sending(Model):
         self.sent.append((len(receivers), version))
 
 
-class Present(StaticMembership):
-    def __init__(self, *numbers: int) -> None:
-        super().__init__(len(numbers))
-        self.numbers: Sequence[int] = numbers
+class Present(StaticReceivers):
+    """Receivers of which some are away."""
 
-    def active(self) -> Sequence[int]:
-        return self.numbers
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        super().__init__(engines)
+        self.present = list(self._engines)
+
+    def active(self) -> dict[int, Engine]:
+        return {engine_id: self._engines[engine_id] for engine_id in self.present}
 
 
 async def test_a_device_transfer_is_not_begun_without_one_of_its_first_engines() -> None:
-    model, membership = Sending(), Present(0, 1)
-    weight_sync = WeightSync(model, [Engine(), Engine()], DeviceTransport("nccl"), PROBE, membership)
+    model, receivers = Sending(), Present([Engine(), Engine()])
+    weight_sync = WeightSync(model, receivers, DeviceTransport("nccl"), PROBE)
     await weight_sync.sync(0)
     await weight_sync.sync(1)
-    membership.numbers = [0]
+    receivers.present = [0]
     with pytest.raises(TrainerLostError, match=r"1 of 2 rollout engines .* version 2 .*weight_transport=nccl .*=host"):
         await weight_sync.sync(2)
     assert model.sent == [(2, 0), (2, 1)]
@@ -242,11 +250,11 @@ async def test_an_engine_that_comes_back_joins_through_host_memory() -> None:
 async def test_an_engine_that_was_replaced_after_it_had_the_weights_is_left_to_its_restart() -> None:
     class Replaced(Engine):
         async def version(self) -> int:
-            membership.numbers = [0]  # by the supervisor, which brings it back by `sync_one`
+            receivers.present = [0]  # by the supervisor, which brings it back by `sync_one`
             return -1
 
-    membership = Present(0, 1)
-    sync = WeightSync(Model(), [Engine(), Replaced()], HostTransport(), PROBE, membership)
+    receivers = Present([Engine(), Replaced()])
+    sync = WeightSync(Model(), receivers, HostTransport(), PROBE)
     assert (await sync.sync(0))["weights/probe_gap"] == 0
     assert sync.outliers == []
 

@@ -13,6 +13,7 @@ from verl.config.schema import Config
 from verl.config.schema.data import DataConfig
 from verl.config.schema.reward import OverlongBuffer, RewardConfig
 from verl.errors import ProcessLostError
+from verl.rollout.membership import EngineView
 from verl.types import Completion, Prompt, Sample, SamplePreview, SamplingParams, Scored
 from verl.workers.episode_pool import EpisodePool
 from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
@@ -34,11 +35,16 @@ async def score(prompt: Prompt, transcript: Transcript, response: str) -> Scored
 def worker() -> EpisodeWorker:
     """A worker as `start` leaves it."""
     reward = RewardConfig(overlong_buffer=OverlongBuffer(enable=True, len=2))
-    made = EpisodeWorker(EpisodeSettings(Config(reward=reward, data=DataConfig(max_response_length=2)), {}), [])
+    config = Config(reward=reward, data=DataConfig(max_response_length=2))
+    made = EpisodeWorker(EpisodeSettings(config, {}), EngineView.of([]))
     prompts: Any = [Prompt(row=0, token_ids=[1], data_source="sums", ground_truth="46")]
     made._datasets = {"train": prompts, "val": prompts}
     made._runner = EpisodeRunner(generate, score, lambda tokens: str(tokens[0]))
     return made
+
+
+def make_idle() -> EpisodeWorker:
+    return EpisodeWorker(EpisodeSettings(Config(), {}), EngineView.of([]))
 
 
 async def test_handles_have_the_index_of_their_seed(worker: EpisodeWorker) -> None:
@@ -72,13 +78,26 @@ async def test_a_pool_passes_requests_to_its_workers_in_turn(worker: EpisodeWork
     assert (handle.score, handle.baseline) == (4.0, -1.0)
 
 
+async def test_all_workers_learn_which_engines_there_are(worker: EpisodeWorker) -> None:
+    views: list[EngineView[Any]] = []
+
+    async def update(view: EngineView[Any]) -> None:
+        views.append(view)
+
+    other = make_idle()
+    for each in (worker, other):
+        each._pool = SimpleNamespace(update=update)  # type: ignore[assignment]
+    actors = [SimpleNamespace(update_engines=SimpleNamespace(remote=each.update_engines)) for each in (worker, other)]
+    view = EngineView[Any](1, {4: object()})
+    await EpisodePool(actors).update_engines(view)
+    assert views == [view, view]
+
+
 async def test_one_of_the_latest_samples_can_be_previewed(worker: EpisodeWorker) -> None:
     actor = SimpleNamespace(
         run=SimpleNamespace(remote=worker.run), preview_sample=SimpleNamespace(remote=worker.preview_sample)
     )
-    idle = SimpleNamespace(
-        preview_sample=SimpleNamespace(remote=EpisodeWorker(EpisodeSettings(Config(), {}), []).preview_sample)
-    )
+    idle = SimpleNamespace(preview_sample=SimpleNamespace(remote=make_idle().preview_sample))
     pool = EpisodePool([idle, actor])
     assert await pool.preview_sample("val") is None
     await worker.run(GroupRequest("val", 0, 8, [5, 6], SAMPLING))
@@ -88,7 +107,7 @@ async def test_one_of_the_latest_samples_can_be_previewed(worker: EpisodeWorker)
     assert await pool.preview_sample("val", "others") is None
 
 
-async def test_a_row_that_is_left_out_returns_none(worker: EpisodeWorker) -> None:
+async def test_a_row_that_is_dropped_returns_none(worker: EpisodeWorker) -> None:
     worker._datasets["train"] = [None]  # type: ignore[assignment]
     assert await worker.run(GroupRequest("train", 0, 8, [5], SAMPLING)) is None
 
@@ -107,10 +126,10 @@ async def test_a_round_generates_all_its_responses_in_one_ordered_batch(worker: 
         GroupRequest("train", 1, 9, [1], SAMPLING),
         GroupRequest("train", 0, 10, [7], SAMPLING),
     ]
-    first, left_out, last = await worker.run_round(requests)
+    first, dropped, last = await worker.run_round(requests)
     assert asked == [[5, 6, 7]]
     assert [handle.index for handle in first or ()] == [0, 1]
-    assert left_out is None
+    assert dropped is None
     assert [handle.group for handle in last or ()] == [10]
 
 

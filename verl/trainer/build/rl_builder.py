@@ -24,6 +24,7 @@ from verl.config.features import frees_engine_memory
 from verl.config.schema.root import Config
 from verl.data.samplers import PromptStream
 from verl.rewards.result import FailureTracker
+from verl.rollout.membership import EngineMembership
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
@@ -110,13 +111,14 @@ class RLBuilder(RunBuilder[Config]):
             engines = place_engines(self.config, self.pool, self.device, devices)
         else:
             engines = place_engines(self.config, await self.reserve_rollout_devices(), self.device)
+        membership = EngineMembership(engines)
         reward_models = place_reward_models(self.config, self.pool, self.device, devices)
-        starting = self.start_engines(engines, reward_models)
+        starting = self.start_engines(membership, reward_models)
         data = await self.load_data()
         schedule = self.build_schedule(data)
         settings = train_settings(self.config, schedule.total_steps, self.device)
         settings = replace(settings, is_one_machine=self.pool.is_one_machine())
-        episode_pool = self.spawn_episode_workers(data, engines, reward_models, reward)
+        episode_pool = self.spawn_episode_workers(data, membership, reward_models, reward)
 
         async def start_train_workers() -> None:
             if model_ready is not None:
@@ -130,13 +132,13 @@ class RLBuilder(RunBuilder[Config]):
         stream = PromptStream(data.order)
         version = await self.resume(policy, stream, schedule)
         shares_devices = frees_engine_memory(self.config, self.device)
-        supervisor = build_supervisor(self.config, engines, self.restarts, shares_devices=shares_devices)
+        supervisor = build_supervisor(self.config, membership, self.restarts, shares_devices=shares_devices)
         episodes = self.build_episode_client(data, episode_pool, supervisor)
         trainer = RLTrainer(
             self.build_buffer(episodes, stream),
             build_planner(self.config, count_data_ranks(self.config)),
             policy,
-            self.build_weight_sync(policy, engines, data, supervisor),
+            self.build_weight_sync(policy, data, supervisor),
             episodes,
             self.build_evaluator(episodes, data),
             self.console,
@@ -169,15 +171,16 @@ class RLBuilder(RunBuilder[Config]):
     def spawn_episode_workers(
         self,
         data: RunData,
-        engines: Sequence[RemoteEngine],
+        membership: EngineMembership[RemoteEngine],
         reward_models: Sequence[RemoteRewardModel],
         reward: Callable[..., Any] | None,
     ) -> EpisodePool:
         count = max(1, count_train_ranks(self.config) // RANKS_PER_EPISODE_WORKER)
         settings = episode_settings(self.config, data.datasets, count, reward)
         pool = EpisodePool.spawn(
-            self.pool, count, settings, engines, reward_models, deterministic=self.config.trainer.deterministic
+            self.pool, count, settings, membership.view, reward_models, deterministic=self.config.trainer.deterministic
         )
+        membership.follow(pool.update_engines)
         self._closing.callback(pool.close)
         return pool
 
@@ -202,13 +205,11 @@ class RLBuilder(RunBuilder[Config]):
         self._closing.push_async_callback(buffer.close)
         return buffer
 
-    def build_weight_sync(
-        self, policy: PolicyGroup, engines: Sequence[RemoteEngine], data: RunData, supervisor: EngineSupervisor
-    ) -> WeightSync:
+    def build_weight_sync(self, policy: PolicyGroup, data: RunData, supervisor: EngineSupervisor) -> WeightSync:
         """Connect train workers and engines; from here on, lost engines are restarted and brought up to date."""
         name = transport_name(self.config)
         transport = HostTransport() if name == "host" else DeviceTransport(name)
-        weights = WeightSync(policy, engines, transport, self._build_probe(data), supervisor)
+        weights = WeightSync(policy, supervisor, transport, self._build_probe(data))
         supervisor.start(weights.sync_one)
         self._closing.push_async_callback(supervisor.close)
         return weights
@@ -232,14 +233,16 @@ class RLBuilder(RunBuilder[Config]):
         )
 
     def start_engines(
-        self, engines: Sequence[RemoteEngine], reward_models: Sequence[RemoteRewardModel]
+        self, membership: EngineMembership[RemoteEngine], reward_models: Sequence[RemoteRewardModel]
     ) -> list[asyncio.Task[None]]:
         """Start both in the background; on accelerators one after the other, then engines sleep if they are to."""
 
+        engines = membership.engines
+
         async def start_rollout() -> None:
-            await asyncio.gather(*(engine.start() for engine in engines))
+            await asyncio.gather(*(engine.start() for engine in engines.values()))
             if frees_engine_memory(self.config, self.device):
-                await asyncio.gather(*(engine.sleep() for engine in engines))
+                await asyncio.gather(*(engine.sleep() for engine in engines.values()))
 
         async def start_rewards() -> None:
             if self.device != "cpu":
@@ -247,7 +250,8 @@ class RLBuilder(RunBuilder[Config]):
             await asyncio.gather(*(model.start() for model in reward_models))
 
         async def close() -> None:
-            await asyncio.gather(*(actor.close() for actor in (*engines, *reward_models)), return_exceptions=True)
+            actors = (*engines.values(), *reward_models)
+            await asyncio.gather(*(actor.close() for actor in actors), return_exceptions=True)
 
         self._closing.push_async_callback(close)
         rollout = asyncio.create_task(self._timed("engines", start_rollout))
@@ -262,11 +266,15 @@ class RLBuilder(RunBuilder[Config]):
 
 
 def build_supervisor(
-    config: Config, engines: Sequence[RemoteEngine], restarts: RestartTracker, *, shares_devices: bool = False
+    config: Config,
+    membership: EngineMembership[RemoteEngine],
+    restarts: RestartTracker,
+    *,
+    shares_devices: bool = False,
 ) -> EngineSupervisor:
     limits = deadlines(config)
     return EngineSupervisor(
-        engines,
+        membership,
         restarts.engine,
         reply_timeout_s=limits.reply.seconds + MARGIN_S,
         start_timeout_s=limits.start.seconds + MARGIN_S,
