@@ -23,9 +23,9 @@ _COUNT_INTERVAL_S = 5.0
 
 
 class DevicePool:
-    """`count` devices (GPUs, or CPU cores if `device` is "cpu"), reserved all or none.
+    """Reserves `count` devices (GPUs, or CPU cores if `device` is "cpu"), all of them or none.
 
-    `width` adjacent ones, beginning with a multiple of it, are on one node.
+    Devices come in blocks of `width` adjacent ones; the devices of a block are on one node.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class DevicePool:
         return ray.remote(actor).options(**options).remote(*args)
 
     def is_one_machine(self) -> bool:
-        """Whether all nodes of the cluster share their memory: several may run on one machine."""
+        """Return whether all nodes of the cluster run on one machine, and so share its memory."""
         return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) == 1
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> ray.Obje
 
 
 async def count_live_devices(device: str, wanted: int, *, timeout_s: float = 0.0, reply_s: float = 20.0) -> int:
-    """Return the number of devices on responding nodes: once there are `wanted`, or after `timeout_s`.
+    """Wait until responding nodes have `wanted` devices, or for `timeout_s`; return the number of devices.
 
     Each node is pinged, since Ray counts the devices of a dead node for a while.
     """

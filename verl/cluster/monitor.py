@@ -28,7 +28,7 @@ waits for 60 s."""
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A part of Ray that has to accept connections, and for how many seconds it may fail to."""
+    """A part of Ray that has to accept connections. It counts as lost after `patience_s` without a connection."""
 
     name: str
     host: str
@@ -40,7 +40,7 @@ class Endpoint:
 
 
 def find_endpoints() -> list[Endpoint]:
-    """Return what this controller depends on. Asks the GCS."""
+    """Return the parts of Ray that this controller depends on; asks the GCS."""
     context = ray.get_runtime_context()
     host, _, port = context.gcs_address.rpartition(":")
     endpoints = [Endpoint("Ray's GCS", host, int(port), PATIENCE_S if owns_cluster() else GCS_PATIENCE_S)]
@@ -52,7 +52,7 @@ def find_endpoints() -> list[Endpoint]:
 
 
 async def can_connect(endpoint: Endpoint) -> bool:
-    """Return whether a process listens there."""
+    """Return whether a process listens at the endpoint."""
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(endpoint.host, endpoint.port), REPLY_S)
     except (TimeoutError, OSError):

@@ -48,7 +48,7 @@ LOOPBACK_ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
     "VLLM_HOST_IP": LOOPBACK,
 }
-"""The same, for a cluster that listens on loopback only."""
+"""Additional variables for a cluster that listens on loopback only."""
 
 
 def connect(options: Mapping[str, Any]) -> str:
@@ -94,12 +94,12 @@ async def reconnect(options: Mapping[str, Any], timeout_s: float) -> str:
 
 
 def is_connected() -> bool:
-    """Whether `connect` has connected this process to a cluster, and it still is."""
+    """Return whether this process is still connected to the cluster that `connect` joined or started."""
     return _is_ours and ray.is_initialized()
 
 
 def owns_cluster() -> bool:
-    """Whether the cluster was started by this process, so that nobody else restarts parts of it."""
+    """Return whether this process started the cluster, so that nobody else restarts parts of it."""
     return is_connected() and _owns_cluster
 
 
@@ -152,7 +152,7 @@ def _set_defaults(variables: Mapping[str, str]) -> None:
 def _create_token() -> None:
     """Give the new cluster its own token, instead of Ray's, which is one for all clusters in a file in the home folder.
 
-    It is passed in the environment, which other users cannot read, and is in no file.
+    The token is passed in the environment, which other users cannot read, and is never written to a file.
     """
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

@@ -31,7 +31,7 @@ class StalledCall:
     since: float  # wall-clock time
     deadline: Deadline
     is_overdue: bool
-    peers: int = 0  # size of the group that got the call: those that are no targets any more have returned
+    peers: int = 0  # size of the group that got the call; members that are not among the targets have returned
     pending: tuple[str, ...] = ()  # all pending calls of the caller, formatted
     cause: str = ""  # if known, no process is inspected
 

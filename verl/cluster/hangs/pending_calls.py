@@ -1,5 +1,5 @@
-"""The calls that this process waits for: each has an action, a target and a deadline (`trainer.deadlines`), for the
-watchdog."""
+"""The calls that this process waits for. Each has an action, a target and a deadline (`trainer.deadlines`); the
+watchdog checks them."""
 
 from __future__ import annotations
 

@@ -159,8 +159,8 @@ def locate_processes(targets: Sequence[CallTarget]) -> Locations:
 
 
 def inspect_located(locations: Locations) -> dict[CallTarget, list[ProcessInfo]]:
-    """Inspect processes of this node directly, and others by a task on their node; those of nodes that do not respond
-    are left out."""
+    """Inspect processes of this node directly, and others by a task on their node. Nodes that do not respond are
+    skipped."""
     by_node: dict[str, dict[CallTarget, int]] = defaultdict(dict)
     for target, location in locations.items():
         by_node[location.node][target] = location.pid
