@@ -17,8 +17,7 @@ _HYBRID = "actor_rollout_ref.hybrid_engine"
 _HAS_OWN_DEVICES = unless(_HYBRID, True, reason=f"{_HYBRID}=True: engines use the devices of the train workers")
 _HAS_SUPPORT = needs_engine("actor_rollout_ref.rollout.name")
 _IS_SGLANG = needs("actor_rollout_ref.rollout.name", "sglang")
-_IS_MULTI_TURN = needs(".enable")
-_HAS_TURNS = needs("actor_rollout_ref.rollout.multi_turn.enable")
+_HAS_TURNS = needs(".multi_turn.enable")
 _SAMPLES = unless(".do_sample", False, reason="{section}.do_sample=false means greedy decoding")
 _HAS_TEMPERATURE = unless(".temperature", 0, reason="{section}.temperature=0 means greedy decoding")
 
@@ -35,84 +34,61 @@ class ValidationSampling(Section):
 
 class MultiTurnConfig(Section):
     enable: bool = setting(False, "Episodes of several turns: tools, environments, custom agents.")
-    max_turns: Count | None = setting(
-        None, "Maximum turns of the model per episode; null: no limit.", unit="turns", only_if=_IS_MULTI_TURN
-    )
+    max_turns: Count | None = setting(None, "Maximum turns of the model per episode; null: no limit.", unit="turns")
     max_user_turns: Count | None = setting(
-        None,
-        "Maximum turns of tools or the environment per episode; null: no limit.",
-        unit="turns",
-        only_if=_IS_MULTI_TURN,
+        None, "Maximum turns of tools or the environment per episode; null: no limit.", unit="turns"
     )
-    function_tool_path: str | None = setting(None, "Python file with @verl.tool functions.", only_if=_IS_MULTI_TURN)
-    tool_config_path: str | None = setting(None, "YAML file of tool classes and MCP servers.", only_if=_IS_MULTI_TURN)
-    tool_server: str | None = setting(
-        None, "URL of a tool server: MCP (streamable HTTP) or plain JSON.", only_if=_IS_MULTI_TURN
-    )
+    function_tool_path: str | None = setting(None, "Python file with @verl.tool functions.")
+    tool_config_path: str | None = setting(None, "YAML file of tool classes and MCP servers.")
+    tool_server: str | None = setting(None, "URL of a tool server: MCP (streamable HTTP) or plain JSON.")
     environment: str | None = setting(
-        None, "Class that episodes are played against, package.module:class or file.py:class.", only_if=_IS_MULTI_TURN
+        None, "Class that episodes are played against, package.module:class or file.py:class."
     )
     format: Literal["hermes", "qwen3_coder", "llama3_json", "gpt-oss", "glm", "deepseek", "kimi"] | None = setting(
-        None, "How the model writes tool calls; null: as its chat template says.", only_if=_IS_MULTI_TURN
+        None, "How the model writes tool calls; null: as its chat template says."
     )
-    max_parallel_calls: Count = setting(1, "Maximum tool calls per turn.", unit="calls", only_if=_IS_MULTI_TURN)
+    max_parallel_calls: Count = setting(1, "Maximum tool calls per turn.", unit="calls")
     max_invalid_calls: int = setting(
-        3,
-        "Tool calls per episode that cannot be read or run; with one more the episode ends.",
-        unit="calls",
-        ge=0,
-        only_if=_IS_MULTI_TURN,
+        3, "Tool calls per episode that cannot be read or run; with one more the episode ends.", unit="calls", ge=0
     )
-    max_tool_response_length: Count = setting(
-        256, "Longer results of tools are truncated.", unit="characters", only_if=_IS_MULTI_TURN
-    )
+    max_tool_response_length: Count = setting(256, "Longer results of tools are truncated.", unit="characters")
     tool_response_truncate_side: Literal["left", "middle", "right"] = setting(
-        "middle", "Where results of tools are truncated.", only_if=_IS_MULTI_TURN
+        "middle", "Where results of tools are truncated."
     )
     use_inference_chat_template: bool = setting(
         False,
         "Render the whole conversation for every turn, each a branch of its own; false: append to what was generated.",
-        only_if=_IS_MULTI_TURN,
     )
     tokenization_sanity_check_mode: Literal["strict", "disable"] = setting(
-        "strict", "Whether chat templates that rewrite earlier turns are refused.", only_if=_IS_MULTI_TURN
+        "strict", "Whether chat templates that rewrite earlier turns are refused."
     )
-    deadline_s: Positive = setting(
-        3600.0, "An episode that takes longer ends as it is.", unit="seconds", only_if=_IS_MULTI_TURN
-    )
+    deadline_s: Positive = setting(3600.0, "An episode that takes longer ends as it is.", unit="seconds")
     tool_deadline_s: Positive = setting(
-        60.0,
-        "A call of a tool or the environment that takes longer has failed.",
-        unit="seconds",
-        only_if=_IS_MULTI_TURN,
+        60.0, "A call of a tool or the environment that takes longer has failed.", unit="seconds"
     )
 
 
 class AgentConfig(Section):
     default_agent_loop: str = setting(
-        "tool_agent",
-        "tool_agent, single_turn, or package.module:function; a row's column agent_name comes first.",
-        only_if=_HAS_TURNS,
+        "tool_agent", "tool_agent, single_turn, or package.module:function; a row's column agent_name comes first."
     )
 
 
 class GatewayConfig(Section):
     enable: bool = setting(
-        True,
-        "Serve the model as an OpenAI-compatible endpoint to agents that take a base_url; others need none.",
-        only_if=_HAS_TURNS,
+        True, "Serve the model as an OpenAI-compatible endpoint to agents that take a base_url; others need none."
     )
     host: str = setting(
         "127.0.0.1",
         "Address to listen on; 0.0.0.0: all addresses, so that agents on other machines can connect.",
-        only_if=(_HAS_TURNS, needs(".enable")),
+        only_if=needs(".enable"),
     )
     port: int = setting(
         0,
         "Port to listen on; each worker of a machine takes the next free one; 0: any free port.",
         ge=0,
         le=65535,
-        only_if=(_HAS_TURNS, needs(".enable")),
+        only_if=needs(".enable"),
     )
 
 
@@ -233,6 +209,8 @@ class RolloutConfig(Section):
         None, "Tokens per rank and pass; null: same as the actor.", unit="tokens", only_if=BY_TOKENS
     )
     engine_kwargs: EngineArguments = section(EngineArguments, "Arguments for the engine itself.")
-    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Multi-turn episodes and tools.")
-    agent: AgentConfig = section(AgentConfig, "What happens in a multi-turn episode.")
-    gateway: GatewayConfig = section(GatewayConfig, "The endpoint of agents that were written with other SDKs.")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Multi-turn episodes and tools.", only_if=_HAS_TURNS)
+    agent: AgentConfig = section(AgentConfig, "What happens in a multi-turn episode.", only_if=_HAS_TURNS)
+    gateway: GatewayConfig = section(
+        GatewayConfig, "The endpoint of agents that were written with other SDKs.", only_if=_HAS_TURNS
+    )

@@ -57,25 +57,21 @@ class FaultsConfig(Section):
     node_wait: float = setting(1800.0, "Maximum wait for a lost machine to be replaced.", unit="seconds", ge=0)
 
 
-_PROFILES = needs_given(".steps")
-
-
 class ProfileConfig(Section):
-    enable: bool = setting(True, "Profile the steps below; false: none.", only_if=_PROFILES)
+    enable: bool = setting(True, "Profile the steps below; false: none.")
     steps: Annotated[list[Count], OneOrMany] | None = setting(
         None, "Steps of the train workers to profile, counted from 1; null: none.", only_if=needs(".enable")
     )
     tools: Annotated[list[ProfileTool], OneOrMany] = setting(
         ["torch"],
         "torch: traces with the phases of a step; memory: snapshots of GPU memory; nsys: Nsight Systems, on GPUs.",
-        only_if=_PROFILES,
     )
     ranks: Annotated[list[Annotated[int, Field(ge=0)]], OneOrMany] = setting(
-        [0], "Train ranks to profile.", only_if=(_PROFILES, unless(".all_ranks", True))
+        [0], "Train ranks to profile.", only_if=unless(".all_ranks", True)
     )
-    all_ranks: bool = setting(False, "Profile all train ranks.", only_if=_PROFILES)
+    all_ranks: bool = setting(False, "Profile all train ranks.")
     directory: str | None = setting(
-        None, "Where profiles are written; null: the folder profiles of the checkpoint directory.", only_if=_PROFILES
+        None, "Where profiles are written; null: the folder profiles of the checkpoint directory."
     )
 
 
@@ -139,7 +135,7 @@ class RunConfig(Section):
     deadlines: DeadlinesConfig = section(
         DeadlinesConfig, "Time limits for calls between processes; a call that exceeds its limit is reported and fails."
     )
-    profile: ProfileConfig = section(ProfileConfig, "Profiles of single steps.")
+    profile: ProfileConfig = section(ProfileConfig, "Profiles of single steps.", only_if=needs_given(".profile.steps"))
     prometheus: PrometheusConfig = section(PrometheusConfig, "Metrics for Prometheus and Grafana.", planned=True)
 
     @property
