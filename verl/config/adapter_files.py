@@ -91,7 +91,7 @@ def find_adapter_source(config: Section) -> AdapterSource | None:
 def read_adapter(folder: Folder, model_path: str | None = None) -> AdapterFiles:
     """Read the configuration of an adapter and the names and shapes of its tensors; a `ValueError` if that fails.
 
-    `model_path` is the model that it is for.
+    `model_path` is the base model.
     """
     try:
         config = read_json(folder / ADAPTER_CONFIG)
@@ -148,7 +148,7 @@ def fill_from_adapter(root: type[Section], tree: Tree, hints: list[str]) -> dict
 
 
 def find_differences(adapter: AdapterFiles, source: AdapterSource) -> Iterator[str]:
-    """Yield the rank and the scale of the settings that are not the adapter's."""
+    """Yield settings of rank and scale that differ from the adapter's."""
     for name, expected in (("lora_rank", adapter.rank), ("lora_alpha", adapter.alpha)):
         key, value = f"{source.section}.{name}", getattr(source.peft, name)
         if value != expected:

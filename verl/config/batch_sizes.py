@@ -101,7 +101,7 @@ def count_group_devices(config: Config | SftConfig) -> int:
 
 
 def count_rank_multiple(config: Config | SftConfig) -> int:
-    """Return the number of which the count of train ranks must be a multiple."""
+    """Return the number that must divide the count of train ranks."""
     sharding = [fsdp for _, _, _, fsdp in list_optimizers(config)]
     sizes = [max(1, fsdp.fsdp_size) for fsdp in sharding] + [fsdp.expert_parallel_size for fsdp in sharding]
     return math.lcm(count_group_devices(config), get_ulysses_size(config), *sizes)

@@ -22,7 +22,7 @@ def trace_origins(
 
     Args:
         tree: The settings before the overrides, under their canonical keys.
-        source: Where they come from.
+        source: Where these settings come from.
         overrides: The overrides in their order; an alias is named in the origin.
         aliases: The aliases of the run type.
     """
@@ -41,7 +41,7 @@ def trace_origins(
 
 
 def find_origin(origins: Mapping[str, str], key: str) -> str:
-    """Return the origin of a setting; of a dictionary, all origins of its entries."""
+    """Return the origin of a setting, or all origins of the entries of a dictionary."""
     given = dict.fromkeys(origin for name, origin in origins.items() if f"{name}.".startswith(f"{key}."))
     return "; ".join(given) or DEFAULT
 

@@ -36,7 +36,7 @@ def render(config: Section, *, only_changed: bool = False, origins: Mapping[str,
 
     Args:
         config: The settings.
-        only_changed: Leave out settings that have their default.
+        only_changed: Omit settings that have their default.
         origins: The origins of given settings, to be named in the comments instead.
     """
     lines: list[str] = []

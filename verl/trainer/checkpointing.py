@@ -99,7 +99,7 @@ class Checkpointer:
 
 
 async def on_disk(what: str, work: Callable[[], T], root: Path, deadline: Deadline) -> T:
-    """Run `work` on the file system under `root`, with a deadline: it may hang forever.
+    """Run `work` on the file system under `root`, with a timeout: it may hang forever.
 
     In a daemon thread, so that a call that hangs in the kernel does not keep the process from exiting.
     """
@@ -131,7 +131,7 @@ async def find_checkpoint(
     console: Console,
     deadline: Deadline = DEFAULT_DEADLINES.checkpoint,
 ) -> int | None:
-    """Return the step to resume from: of the newest complete checkpoint; None if there is nothing to resume.
+    """Return the step of the newest complete checkpoint, to resume from; None if there is nothing to resume.
 
     Checkpoints that are skipped are reported. If a run has saved and none of its checkpoints is complete, that is an
     error: starting over would overwrite what may still be repaired, or resume another run.

@@ -47,8 +47,8 @@ async def run(config: C, console: Console, build: Build[C]) -> int:
 
 async def _run(config: C, console: Console, build: Build[C], restarts: RestartTracker) -> int:
     stop = StopController.by_time(config.trainer.max_hours, config.trainer.stop_margin)
-    if deadline := stop.describe_deadline():
-        console.note(deadline)
+    if limit := stop.describe_limit():
+        console.note(limit)
     with stop.on_sigterm():
         while True:
             loop = None
@@ -107,7 +107,7 @@ def run_all(points: Sequence[LoadedConfig[C]], train: Callable[[C, Console], Cor
 def with_sweep_folder(loaded: LoadedConfig[C]) -> C:
     """Return the settings of one point of a sweep with its own checkpoint directory: points must not resume each other.
 
-    Such as `checkpoints/verl/default/trainer.seed=2`.
+    Example: `checkpoints/verl/default/trainer.seed=2`.
     """
     if not loaded.sweep:
         return loaded.config

@@ -32,7 +32,7 @@ class RestartTracker:
         return self._restarts > 0
 
     def metrics(self) -> dict[str, float]:
-        """Return what was lost so far; empty as long as nothing was."""
+        """Return the counts of restarts and of what they cost; empty before the first restart."""
         counts = {
             "faults/run_restarts": self._restarts,
             "faults/steps_repeated": self._repeated_steps,

@@ -19,7 +19,7 @@ OUT_OF_TIME = os.EX_TEMPFAIL
 class StopController:
     """Decides whether a run should stop now. The loop asks before its first step, after each, and after validations.
 
-    A run stops for a deadline when the longest step and the longest save so far and `margin_s` no longer fit before it.
+    A run with a time limit stops when the longest step, the longest save so far and `margin_s` exceed the time left.
     The first step always runs, so that a run makes progress with every start.
     """
 
@@ -56,7 +56,7 @@ class StopController:
         ends_at, limit = min(limits, default=(None, ""))
         return cls(ends_at, limit, margin_s=margin_s, clock=clock)
 
-    def describe_deadline(self) -> str | None:
+    def describe_limit(self) -> str | None:
         if self._ends_at is None:
             return None
         hours = (self._ends_at - self._clock()) / 3600

@@ -1,4 +1,4 @@
-"""The training loop: steps until a run is done, and when to validate, save and stop. What a step is, its task knows."""
+"""The training loop: repeats the step of a task until the run is done, and decides when to validate, save and stop."""
 
 from __future__ import annotations
 

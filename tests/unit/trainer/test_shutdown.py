@@ -73,7 +73,7 @@ def test_what_a_restart_takes_is_no_step() -> None:
     stepping(stopping, clock, 10)
     clock.now += 500
     stepping(stopping, clock, 10)
-    assert stopping.describe_deadline() == "the run saves and stops in time for the end, in 0.13 hours"
+    assert stopping.describe_limit() == "the run saves and stops in time for the end, in 0.13 hours"
     clock.now += 465
     assert stopping.reason() is None
     clock.now += 10

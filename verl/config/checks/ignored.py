@@ -4,7 +4,7 @@ Most conditions are declared with the setting (`only_if` in `verl.config.schema`
 and functions a run uses are listed here.
 
 A setting counts as given if its value differs from the default, or if it was written down with its default value:
-`kl_coef=0.001` without a KL penalty is reported too. Two kinds of defaults are not reported, since they are no mistake:
+`kl_coef=0.001` without a KL penalty is reported too. Two kinds of defaults are not mistakes and are not reported:
 values that turn something off (false, null, 0, -1, an empty list), and sections that are listed completely, as
 `verl config` prints them.
 """

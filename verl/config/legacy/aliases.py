@@ -32,7 +32,6 @@ _ENGINE = (
 _ULYSSES = "ulysses_sequence_parallel_size"
 _FORWARDED = ("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capture_sizes", "disable_log_stats")
 """Names in the rollout section that are passed to vLLM."""
-_OLD_SCORERS = ("code", "format", "gsm8k", "json_schema", "math", "qa")
 _RESUME_MODES = {"resume_path": "path"}
 _PROFILE = "trainer.profile"
 _PROFILER = {
@@ -133,11 +132,6 @@ TRAIN_ALIASES = Aliases(
         "critic.fsdp_config.model_dtype": _MODEL_DTYPES,
         "trainer.resume_mode": _RESUME_MODES,
         "reward.reward_manager.name": {"gdpo": "naive"},
-        "reward.custom_reward_function.path": {
-            **{f"verl.rewards.{name}": f"verl.rewards.scorers.{name}" for name in _OLD_SCORERS},
-            "verl.rewards.choice": "verl.rewards.scorers.multiple_choice",
-            "verl.rewards.exact": "verl.rewards.scorers.exact_match",
-        },
         f"{_ROLLOUT}.dtype": {"half": "float16", **_DTYPES},
         f"{_ACTOR}.fsdp_config.dtype": _DTYPES,
         f"{_ACTOR}.fsdp_config.model_dtype": _MODEL_DTYPES,

@@ -167,7 +167,7 @@ class FsdpConfig(Section):
     )
     expert_parallel_size: Count = setting(
         1,
-        "Ranks over which the experts of a mixture are distributed; tokens travel to them, instead of weights.",
+        "Ranks over which the experts of an MoE are distributed; tokens travel to them, instead of weights.",
         unit="ranks",
     )
     reshard_after_forward: bool = setting(
@@ -277,10 +277,8 @@ class ActorConfig(Section):
         "KL estimator; a trailing + takes the gradient of k2; full: exact over the vocabulary.",
         only_if=needs(".use_kl_loss"),
     )
-    router_replay: RouterReplayConfig = section(RouterReplayConfig, "Routing replay of mixtures of experts.")
-    router_aux_loss_coef: float = setting(
-        0.0, "Coefficient of the load-balancing loss of a mixture's routers; 0: no such loss.", ge=0
-    )
+    router_replay: RouterReplayConfig = section(RouterReplayConfig, "Routing replay of MoE models.")
+    router_aux_loss_coef: float = setting(0.0, "Coefficient of the load-balancing loss of MoE routers; 0: none.", ge=0)
     grad_clip: Positive | None = setting(1.0, "Maximum norm of the gradient; null: no clipping.")
     use_torch_compile: bool = setting(
         True,

@@ -46,9 +46,7 @@ class DataConfig(Section):
         True, "Shuffle the training prompts every epoch.", only_if=unless_given(".sampler", ", which decides the order")
     )
     seed: int | None = setting(None, "Seed of the shuffling; null: trainer.seed.", only_if=_IS_RANDOM)
-    filter_overlong_prompts: bool = setting(
-        False, "Leave out prompts longer than max_prompt_length, and report how many."
-    )
+    filter_overlong_prompts: bool = setting(False, "Drop prompts longer than max_prompt_length, and report how many.")
     truncation: Literal["error", "left", "right", "middle"] = setting(
         "error", "How a longer prompt is handled: an error, or the side that is cut off.", only_if=_TRUNCATES
     )

@@ -115,7 +115,7 @@ class RewardConfig(Section):
     deadline_s: Positive = setting(60.0, "Time limit for scoring one response.", unit="seconds")
     memory_mb: int | None = setting(None, "Memory limit of a scoring process; null: none.", unit="MB", ge=64)
     max_failure_rate: float = setting(
-        0.1, "Maximum fraction of a step's responses that may fail to be scored; failed ones are left out.", ge=0, lt=1
+        0.1, "Maximum fraction of a step's responses that may fail to be scored; failed ones are dropped.", ge=0, lt=1
     )
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "How the reward function is called.")
     reward_model: RewardModelConfig = section(

@@ -134,7 +134,7 @@ class RolloutConfig(Section):
     )
     data_parallel_size: Count = setting(
         1,
-        "Copies of the attention per engine of a mixture of experts; multiplies its devices.",
+        "Copies of the attention per engine of an MoE; multiplies its devices.",
         unit="copies",
         only_if=_HAS_SUPPORT,
     )

@@ -77,7 +77,7 @@ def _describe_unsupported(adapter: AdapterFiles) -> Iterator[str]:
     if config.get("init_lora_weights") not in _PLAIN_START:
         yield f"may belong to changed base weights (init_lora_weights={config['init_lora_weights']})"
     if isinstance(adapter.alpha, float):
-        yield f"has a scale that is no whole number (lora_alpha={adapter.alpha:g})"
+        yield f"has a scale that is not a whole number (lora_alpha={adapter.alpha:g})"
     others = [name for name in adapter.shapes if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
     if others:
         yield f"has tensors other than the two factors of linear modules ({list_some(others, 8, ', ')})"

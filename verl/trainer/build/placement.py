@@ -1,8 +1,8 @@
 """Which devices the rollout engines and reward models of a run use.
 
-Ray assigns every device to one train worker. Engines and reward models on the same devices own none of them: they run
-on the node of these train workers and are told their accelerators. An engine of several devices uses adjacent ones of
-one node.
+Ray assigns every device to one train worker. Engines and reward models on the same devices reserve no GPU in Ray: they
+run on the node of these train workers, and CUDA_VISIBLE_DEVICES is set explicitly. An engine of several devices uses
+adjacent devices of one node.
 """
 
 from __future__ import annotations

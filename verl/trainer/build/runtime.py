@@ -208,8 +208,8 @@ def _signature(config: Config | SftConfig) -> dict[str, str]:
 
 
 def _check_signature(config: Config | SftConfig, checkpoint: Path, saved: Mapping[str, str] | None) -> None:
-    """Refuse the checkpoint of another command, or of another model unless it was named. Old ones have no record."""
-    if saved is None:
+    """Refuse the checkpoint of another command, or of another model unless the checkpoint was named."""
+    if saved is None:  # an old checkpoint
         return
     current = _signature(config)
     fix = "give this run another folder (trainer.experiment_name), or start over with trainer.resume_mode=disable"
