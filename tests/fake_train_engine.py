@@ -13,8 +13,9 @@ from torch import Tensor
 from verl.algorithms.aggregate import Totals, count_totals
 from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.data.flat_batch import FlatBatch
-from verl.training.engine import Loss
+from verl.training.engine import KLTarget, Loss, TrainEngine
 from verl.training.kernels.logprobs import LastLayer, token_logprobs, token_logprobs_and_squares, vocabulary_kl
+from verl.training.layout import RankLayout
 from verl.training.settings import Head, Schedule
 
 __all__ = ["FakeSettings", "FakeTrainEngine", "concat"]
@@ -44,12 +45,12 @@ def concat(batches: Sequence[FlatBatch]) -> FlatBatch:
     return FlatBatch(offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), **joined)
 
 
-class FakeTrainEngine:
+class FakeTrainEngine(TrainEngine[Any]):
     """A `TrainEngine` that sees only the last token: a policy is a table of logits [V, V], a critic of values [V]."""
 
     def __init__(self, settings: FakeSettings | None = None) -> None:
         self.settings = settings or FakeSettings()
-        self.rank, self.data_rank, self.world_size = 0, 0, 1
+        self.rank, self.layout = 0, RankLayout.of_adjacent(1)
         self.schedule = Schedule(self.settings.lr)
         self.step = 0
         size, critic = self.settings.vocab_size, self.settings.head == "value"
@@ -62,7 +63,7 @@ class FakeTrainEngine:
         micro_batches: Sequence[FlatBatch],
         *,
         temperature: float | None = None,
-        reference: Any = None,
+        reference: KLTarget | None = None,
         with_squares: bool = False,
     ) -> list[Any]:
         with torch.no_grad():
@@ -82,7 +83,12 @@ class FakeTrainEngine:
         return torch.zeros(batch.num_tokens).index_copy(0, targets, squares)
 
     def update(
-        self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None, teacher: Any = None
+        self,
+        micro_batches: Sequence[FlatBatch],
+        loss: Loss[Any],
+        *,
+        reference: KLTarget | None = None,
+        teacher: KLTarget | None = None,
     ) -> dict[str, float]:
         parts = [count_totals(batch.mask, batch.offsets) for batch in micro_batches]
         totals = Totals(sum(t.tokens for t in parts), sum(t.sequences for t in parts))
@@ -97,6 +103,7 @@ class FakeTrainEngine:
         lr = self.schedule.at(self.step)
         should_step = totals.tokens > 0 and math.isfinite(norm)
         if should_step:
+            self.optimizer.param_groups[0]["lr"] = lr
             torch.nn.utils.clip_grad_norm_([self.table], self.settings.grad_clip or math.inf)
             self.optimizer.step()
         role, skipped = self.settings.role, 0.0 if should_step else 1.0
@@ -105,11 +112,11 @@ class FakeTrainEngine:
     def advance_schedule(self) -> None:
         self.step += 1
 
-    def gather(self, rows: Tensor) -> Tensor:
-        return rows
-
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         yield "table", self.table.detach().to(dtype)
+
+    def weight_shapes(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        yield "table", torch.empty_like(self.table, dtype=dtype, device="meta")
 
     def copy_weights_from(self, other: Any, ratio: float = 1.0) -> None:
         self.table.data.lerp_(other.table.data, ratio)
@@ -149,7 +156,11 @@ class FakeTrainEngine:
         return torch.eye(len(self.table))[batch.tokens[batch.mask.nonzero().squeeze(-1) - 1]]
 
     def _run(
-        self, batch: FlatBatch, temperature: float | None = None, reference: Any = None, teacher: Any = None
+        self,
+        batch: FlatBatch,
+        temperature: float | None = None,
+        reference: KLTarget | None = None,
+        teacher: KLTarget | None = None,
     ) -> ModelOutput | ValueOutput:
         targets = batch.mask.nonzero().squeeze(-1)
         zeros = torch.zeros(batch.num_tokens)

@@ -7,12 +7,14 @@ the sample goes to the object store and the controller keeps a `SampleHandle`.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # reward workers import these records too, and start faster without numpy
     import numpy as np
     import numpy.typing as npt
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +182,33 @@ class SampleHandle:
     prompt_tokens: int = 0
     engines: frozenset[int] = frozenset()
     branches: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """The box of a distributed tensor that one rank has.
+
+    Args:
+        tensor: The box; None where the rank has nothing to contribute.
+        offsets: Where the box begins in the whole tensor.
+        shape: The shape of the whole tensor.
+        dtype: The type of the whole tensor, to which `tensor` is converted when it is copied.
+
+    >>> LocalShard(torch.ones(2, 4), (2, 0), (4, 4), torch.float32)  # the lower half of a matrix
+    """
+
+    tensor: torch.Tensor | None
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def copy_to(self, whole: torch.Tensor) -> None:
+        """Copy the box to its place in the whole tensor; the rest is left as it is."""
+        if self.tensor is not None:
+            sides = zip(self.offsets, self.tensor.shape, strict=True)
+            whole[tuple(slice(start, start + length) for start, length in sides)].copy_(self.tensor)

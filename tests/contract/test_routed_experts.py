@@ -15,8 +15,8 @@ from verl.data.flat_batch import FlatBatch
 from verl.rollout.engine import load_weights
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings, _sampling
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings
 from verl.types import SamplingParams
 from verl.weights.bucket import pack
 

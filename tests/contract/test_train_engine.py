@@ -1,6 +1,7 @@
-"""The contract of every training engine."""
+"""The contract of every training engine: of those that are registered, in several settings, and of the fake."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +12,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM, Qwen2For
 from tests.fake_train_engine import FakeSettings, FakeTrainEngine
 from verl.algorithms.objective import PolicyObjective, ValueObjective, sft
 from verl.algorithms.settings import AlgorithmSettings
-from verl.checkpoint.save import load, save
+from verl.checkpoint.save import get_local_shard, load, save
+from verl.config.train_engines import get_train_engine, list_train_engines
 from verl.data.flat_batch import FlatBatch
+from verl.training.engine import TrainEngine
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
+from verl.training.layout import RankLayout
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.registry import build_engine, get_settings_class
+from verl.training.settings import Schedule
 
 pytestmark = pytest.mark.contract
 
@@ -29,35 +35,36 @@ def group():
     dist.destroy_process_group()
 
 
-def fsdp(tied, **settings):
+def policy_of(name, tied=False, **settings):
+    """Return a factory of a policy with a registered engine."""
+
     def make(directory):
         torch.manual_seed(0)
         config = tiny_qwen2(vocab_size=VOCABULARY, tie_word_embeddings=tied)
         Qwen2ForCausalLM(config).save_pretrained(directory)
-        return FsdpEngine(FsdpSettings(str(directory), schedule=Schedule(1e-2), grad_clip=None, **settings))
+        options = {"schedule": Schedule(1e-2), "grad_clip": None, **settings}
+        return build_engine(get_settings_class(name)(str(directory), **options))
 
     return make
 
 
-def critic(**settings):
+def critic_of(name, **settings):
     """Return a factory of a critic with a nonzero head, so that the first update already changes the backbone."""
 
     def make(directory):
         torch.manual_seed(0)
         Qwen2ForTokenClassification(tiny_qwen2(vocab_size=VOCABULARY, num_labels=1)).save_pretrained(directory)
-        return FsdpEngine(
-            FsdpSettings(
-                str(directory), head="value", role="critic", schedule=Schedule(1e-2), grad_clip=None, **settings
-            )
-        )
+        options = {"head": "value", "role": "critic", "schedule": Schedule(1e-2), "grad_clip": None, **settings}
+        return build_engine(get_settings_class(name)(str(directory), **options))
 
     return make
 
 
+fsdp, critic = partial(policy_of, "fsdp2"), partial(critic_of, "fsdp2")
 POLICIES = {
     "fake": lambda directory: FakeTrainEngine(FakeSettings(VOCABULARY)),
-    "fsdp": fsdp(tied=False),
-    "fsdp-tied": fsdp(tied=True),
+    **{name: policy_of(name) for name in list_train_engines()},
+    **{f"{name}-tied": policy_of(name, tied=True) for name in list_train_engines()},
     "fsdp-checkpointing": fsdp(tied=True, gradient_checkpointing=True),
     "fsdp-bfloat16": fsdp(tied=False, compute_dtype="bfloat16"),
     "fsdp-offload": fsdp(tied=True, param_offload=True, optimizer_offload=True),
@@ -66,7 +73,7 @@ POLICIES = {
 }
 CRITICS = {
     "fake-critic": lambda directory: FakeTrainEngine(FakeSettings(VOCABULARY, head="value", role="critic")),
-    "fsdp-critic": critic(),
+    **{f"{name}-critic": critic_of(name) for name in list_train_engines(supporting="value_head")},
     "fsdp-critic-checkpointing": critic(gradient_checkpointing=True),
     "fsdp-critic-offload": critic(param_offload=True, optimizer_offload=True, reshard_after_forward=False),
     "fsdp-critic-bfloat16": critic(compute_dtype="bfloat16"),
@@ -134,6 +141,13 @@ def metric(engine, name):
     return f"{engine.settings.role}/{name}"
 
 
+def get_capabilities(engine):
+    """Return what an engine declares; the fake is not registered."""
+    if isinstance(engine, FakeTrainEngine):
+        return {"exact_kl", "squared_probs"}
+    return get_train_engine(engine.settings.engine).capabilities
+
+
 def known(output):
     return [numbers for numbers in output if numbers is not None]
 
@@ -173,6 +187,8 @@ def test_temperature_flattens_the_distribution(policy):
 
 
 def test_the_kl_to_a_reference_is_zero_to_itself_and_falls_when_it_is_the_loss(policy, request, tmp_path, loose):
+    if "exact_kl" not in get_capabilities(policy):
+        pytest.skip("the engine does not declare exact_kl")
     other = POLICIES[request.node.callspec.params["policy"]](tmp_path / "other")
     batch = mini_batch().with_(advantages=torch.zeros(42))
     exact = PolicyObjective(AlgorithmSettings(loss_kl_coef=1.0, loss_kl_type="full"))
@@ -273,7 +289,8 @@ def test_a_weight_that_is_not_finite_is_named_as_divergence(make):
     assert checked.find_divergence() == ""
     assert checked.update([mini_batch()], objective(checked)) == other.update([mini_batch()], objective(other))
     state = checked.state()
-    state["model"] = {name: torch.full_like(value, math.nan) for name, value in state["model"].items()}
+    for value in state["model"].values():
+        get_local_shard(value).tensor.fill_(math.nan)
     checked.load_state(state)
     assert checked.find_divergence().startswith("weights are not finite: ")
 
@@ -298,6 +315,50 @@ def test_weights_have_one_name_each_and_are_whole(engine):
     names = [name for name, _ in engine.weights()]
     assert len(set(names)) == len(names) > 0
     assert all(type(tensor) is torch.Tensor for _, tensor in engine.weights())
+
+
+def test_weight_shapes_are_those_of_the_weights(engine):
+    shapes = [(name, weight.shape, weight.dtype, weight.device.type) for name, weight in engine.weight_shapes()]
+    assert shapes == [(name, weight.shape, weight.dtype, "meta") for name, weight in engine.weights()]
+
+
+def test_local_shards_hold_the_weights(engine):
+    if (shards := engine.local_shards(torch.float32)) is None:
+        return  # one rank sends what all gather
+    expected = {name: weight.clone() for name, weight in engine.weights(torch.float32)}
+    for name, shard in shards:
+        whole = torch.full(shard.shape, math.nan)
+        shard.copy_to(whole)
+        assert torch.equal(whole, expected.pop(name))
+    assert not expected
+
+
+def test_weights_move_toward_those_of_another_engine(make):
+    one, other = make(), make()
+    start = {name: weight.clone() for name, weight in one.weights()}
+    other.update([mini_batch()], objective(other))
+    target = {name: weight.clone() for name, weight in other.weights()}
+    one.copy_weights_from(other, ratio=0.5)
+    for name, weight in one.weights():
+        expected = torch.lerp(start[name].float(), target[name].float(), 0.5)
+        torch.testing.assert_close(weight.float(), expected, atol=1e-3, rtol=1e-2)
+    one.copy_weights_from(other)
+    assert all(torch.equal(weight, target[name]) for name, weight in one.weights())
+
+
+def test_an_engine_has_the_attributes_that_callers_use(engine):
+    assert isinstance(engine, TrainEngine)
+    assert (engine.rank, engine.data_rank, engine.layout) == (0, 0, RankLayout((0,)))
+    assert list(engine.notes) == []
+
+
+def test_the_schedule_decides_the_learning_rate_of_an_update(engine):
+    engine.schedule = Schedule(1e-3, "linear", total_steps=4)
+    rates = []
+    for _ in range(3):
+        rates.append(engine.update([mini_batch()], objective(engine))[metric(engine, "lr")])
+        engine.advance_schedule()
+    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4])
 
 
 def test_gather_on_one_rank_gives_the_rows_back(engine):

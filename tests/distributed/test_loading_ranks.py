@@ -14,9 +14,10 @@ from verl.checkpoint.save import load, save
 from verl.errors import CheckpointError
 from verl.training.fsdp import model_loader
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.metric_sums import MetricSums
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, LoraSettings
+from verl.training.settings import LoraSettings
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(500)]
 

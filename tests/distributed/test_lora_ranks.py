@@ -15,7 +15,8 @@ from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.errors import CheckpointError, EngineError
-from verl.training.fsdp.engine import BaseModelReference, FsdpEngine, FsdpSettings
+from verl.training.fsdp.engine import BaseModelReference, FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
 from verl.training.settings import LoraSettings, Schedule
 

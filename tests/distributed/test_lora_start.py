@@ -13,8 +13,9 @@ from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp.engine import BaseModelReference, FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, LoraSettings, Schedule
+from verl.training.settings import LoraSettings, Schedule
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

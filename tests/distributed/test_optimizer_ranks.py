@@ -12,8 +12,9 @@ from verl.algorithms.objective import PolicyObjective
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.settings import Schedule
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 

@@ -15,8 +15,9 @@ from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, LoraSettings, Schedule
+from verl.training.settings import LoraSettings, Schedule
 from verl.weights.bucket import unpack
 from verl.workers.weight_packer import WeightPacker
 
@@ -90,7 +91,7 @@ def pack(engine):
     dtype = torch.bfloat16
     packer = WeightPacker(
         lambda: engine.weights(dtype),
-        parts=lambda: engine.weight_parts(dtype),
+        shards=lambda: engine.local_shards(dtype),
         max_bytes=4_000,
         is_one_machine=True,
     )
@@ -103,7 +104,7 @@ def pack(engine):
         for bucket in islice(iter(packer.pack_next, None), most):
             packed |= unpack(bucket.slots, torch.from_numpy(bucket.data.copy()))
         packer.finish()
-    return packed, engine.weight_parts(dtype) is not None
+    return packed, engine.local_shards(dtype) is not None
 
 
 def scenario(root, case, layout, *, resumed=""):

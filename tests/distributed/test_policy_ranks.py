@@ -12,9 +12,10 @@ from verl.algorithms.settings import AlgorithmSettings, Correction, Distillation
 from verl.config.batch_sizes import BatchSizes
 from verl.data.plan import Planner
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.policy.trainer import PolicyTrainer, PrimeRewardModel
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.settings import Schedule
 from verl.types import Sample, SampleHandle
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]

@@ -12,10 +12,11 @@ from verl.checkpoint.save import load, save
 from verl.config.batch_sizes import BatchSizes
 from verl.data.plan import Planner
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.policy.teacher import TeacherEngine
 from verl.training.policy.trainer import PolicyTrainer
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, LoraSettings, Schedule
+from verl.training.settings import LoraSettings, Schedule
 from verl.types import Sample, SampleHandle
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]

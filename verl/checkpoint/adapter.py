@@ -48,6 +48,24 @@ def read_saved_adapter(directory: str | Path) -> SavedAdapter | None:
         raise CheckpointError(f"checkpoint {directory}: its adapter cannot be read: {error}") from error
 
 
+def check_base(current: Mapping[str, str], saved: Mapping[str, str]) -> None:
+    """Raise a `CheckpointError` if a saved adapter was trained on other weights, or has another shape or scale."""
+    config, other = json.loads(current["adapter"]), json.loads(saved["adapter"])
+    if current["fingerprint"] != saved["fingerprint"]:
+        raise CheckpointError(
+            f"the adapter in the checkpoint belongs to other weights ({other['base_model_name_or_path']} when it was "
+            f"saved) than {config['base_model_name_or_path']}; set the model's path to the former, or start over with "
+            "trainer.resume_mode=disable"
+        )
+    for setting, key in {"lora_rank": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}.items():
+        if config[key] != other[key]:
+            value = str(other[key]).replace(" ", "").replace("'", "")
+            raise CheckpointError(
+                f"peft.{setting}: is {config[key]}, but the adapter in the checkpoint was trained with {other[key]}; "
+                f"set peft.{setting}={value}, or start over with trainer.resume_mode=disable"
+            )
+
+
 def is_adapter(name: str) -> bool:
     """Return whether a parameter belongs to the adapter."""
     return ".lora_A." in name or ".lora_B." in name

@@ -28,6 +28,7 @@ from verl.checkpoint.shards import (
 )
 from verl.checkpoint.shared_index import SharedIndex, read_index_once
 from verl.errors import CheckpointError, VerlError
+from verl.types import LocalShard
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -41,9 +42,17 @@ PER_RANK = "rng"
 def save(
     state: dict[str, Any], directory: str | Path, *, group: dist.ProcessGroup | None = None
 ) -> dict[str, FileChecksum]:
-    """Write `state` (nested dictionaries of tensors and plain values) into `directory`; all ranks call it together.
+    """Write `state` into `directory`; all ranks call it together.
 
-    Returns the checksums of the files that all ranks have written, by name.
+    Args:
+        state: Nested dictionaries of plain values, tensors of which all ranks have the same, and `LocalShard`s or
+            DTensors of tensors that are distributed over the ranks. Shards of several ranks may be equal; together
+            they must fill the whole.
+        directory: Where to write.
+        group: The process group for the collectives; None: the default one.
+
+    Returns:
+        The checksums of the files that all ranks have written, by name.
     """
     folder, leaves = Path(directory), dict(_flatten(state))
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -57,7 +66,7 @@ def save(
 
     def write() -> dict[str, FileChecksum]:
         owned = (name for name, entry in index.tensors.items() for part in entry.parts if part.file == file)
-        return {file: write_shard(folder / file, {name: get_local_part(leaves[name])[0] for name in owned})}
+        return {file: write_shard(folder / file, {name: _get_tensor(leaves[name]) for name in owned})}
 
     def finish() -> dict[str, FileChecksum]:
         return {METADATA: write_index(folder, index)} if rank == 0 else {}
@@ -92,9 +101,8 @@ def _load(state: dict[str, Any], directory: Path, index: SharedIndex) -> dict[st
     _check_fit(wanted, index, directory)
     with ShardFiles(directory) as files:
         for name, leaf in _flatten(wanted):
-            if isinstance(leaf, Tensor):
-                local, offsets = get_local_part(leaf)
-                files.fill(local, offsets, name, index.select(name, offsets, local.shape))
+            if isinstance(leaf, Tensor | LocalShard) and (shard := get_local_shard(leaf)).tensor is not None:
+                files.fill(shard.tensor, shard.offsets, name, index.select(name, shard.offsets, shard.tensor.shape))
     _set_values(wanted, index.values)
     return wanted
 
@@ -104,9 +112,10 @@ def _describe(leaves: Mapping[str, Any], file: str) -> ShardIndex:
     tensors: dict[str, TensorEntry] = {}
     values: dict[str, Any] = {}
     for name, leaf in leaves.items():
-        if isinstance(leaf, Tensor):
-            local, offsets = get_local_part(leaf)
-            tensors[name] = TensorEntry(leaf.dtype, tuple(leaf.shape), (Part(offsets, tuple(local.shape), file),))
+        if isinstance(leaf, Tensor | LocalShard):
+            shard = get_local_shard(leaf)
+            parts = () if shard.tensor is None else (Part(shard.offsets, tuple(shard.tensor.shape), file),)
+            tensors[name] = TensorEntry(shard.dtype, shard.shape, parts)
             continue
         try:
             values[name] = json.loads(json.dumps(leaf))
@@ -175,7 +184,7 @@ def _check_fit(state: Mapping[str, Any], index: SharedIndex, directory: Path) ->
     for name, leaf in _flatten(state):
         if name not in index.tensors and name not in index.values:
             problems.append(f"{name} is not in it")
-        elif isinstance(leaf, Tensor):
+        elif isinstance(leaf, Tensor | LocalShard):
             shape = index.tensors[name].shape if name in index.tensors else "no tensor"
             if shape != tuple(leaf.shape):
                 problems.append(f"{name} has shape {shape} in it, {tuple(leaf.shape)} is needed")
@@ -190,12 +199,21 @@ def _check_fit(state: Mapping[str, Any], index: SharedIndex, directory: Path) ->
         raise CheckpointError(f"checkpoint {directory} does not fit: {'; '.join(problems[:3])}{more}. {fix}")
 
 
-def get_local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's part of a tensor, and where it begins in the whole."""
+def get_local_shard(tensor: Tensor | LocalShard) -> LocalShard:
+    """Return this rank's shard of a tensor; without a copy, so that it can be filled in place."""
+    if isinstance(tensor, LocalShard):
+        return tensor
+    local, offsets = tensor.detach(), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return tensor.to_local().detach(), tuple(offsets)
-    return tensor.detach(), (0,) * tensor.ndim
+        local = tensor.to_local().detach()
+    return LocalShard(local, tuple(offsets), tuple(tensor.shape), tensor.dtype)
+
+
+def _get_tensor(leaf: Tensor | LocalShard) -> Tensor:
+    tensor = get_local_shard(leaf).tensor
+    assert tensor is not None, "a rank stores what it has"
+    return tensor
 
 
 def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -211,5 +229,5 @@ def _set_values(state: dict[str, Any], values: Mapping[str, Any], prefix: str = 
     for key, value in state.items():
         if isinstance(value, dict):
             _set_values(value, values, f"{prefix}{key}.")
-        elif not isinstance(value, Tensor):
+        elif not isinstance(value, Tensor | LocalShard):
             state[key] = values[f"{prefix}{key}"]

@@ -155,14 +155,11 @@ class ActorGroup:
     ) -> list[Any]:
         """Call `method` on every rank with the same `args`, preceded by its item of `per_rank`; return all replies.
 
-        With fewer items than ranks, adjacent ranks get the same item.
-
         The first failure is raised at once: the other ranks may be stuck in a collective that never completes. The
         deadline starts when the ranks are free: a weight sync to an engine that has restarted may have to wait for a
         save of an hour.
         """
-        items = [()] if per_rank is None else [(item,) for item in per_rank]
-        first_args = [item for item in items for _ in range(len(self.actors) // len(items))]
+        first_args = [()] * len(self.actors) if per_rank is None else [(item,) for item in per_rank]
         async with self._lock:
             tasks = [
                 self._call_rank(rank, method, *first, *args, deadline=deadline)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 
 from verl.config.features import list_optimizers, uses_critic
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.actor import ActorConfig
 from verl.config.schema.critic import CriticConfig
+from verl.config.train_engines import get_train_engine
 
 CPU_SEQUENCES = 256
 """What an engine on the CPU generates at once by default. On accelerators vLLM chooses: as many or more."""
@@ -85,8 +87,14 @@ def get_ulysses_size(config: Config | SftConfig) -> int:
 
 
 def count_data_ranks(config: Config | SftConfig) -> int:
-    """Return over how many ranks, or groups of ranks that share sequences, the samples of a step are split."""
-    return max(1, count_train_ranks(config) // get_ulysses_size(config))
+    """Return over how many ranks, or groups of ranks that get the same samples, the samples of a step are split."""
+    return max(1, count_train_ranks(config) // get_group_size(config))
+
+
+def get_group_size(config: Config | SftConfig) -> int:
+    """Return the number of ranks that get the same samples, since they compute one model together."""
+    model = config.model if isinstance(config, SftConfig) else config.actor_rollout_ref.actor
+    return math.prod(attrgetter(name)(model) for name in get_train_engine(model.strategy).group_sizes)
 
 
 def count_group_devices(config: Config | SftConfig) -> int:
@@ -104,7 +112,7 @@ def count_rank_multiple(config: Config | SftConfig) -> int:
     """Return the number that must divide the count of train ranks."""
     sharding = [fsdp for _, _, _, fsdp in list_optimizers(config)]
     sizes = [max(1, fsdp.fsdp_size) for fsdp in sharding] + [fsdp.expert_parallel_size for fsdp in sharding]
-    return math.lcm(count_group_devices(config), get_ulysses_size(config), *sizes)
+    return math.lcm(count_group_devices(config), get_group_size(config), *sizes)
 
 
 def count_engines(config: Config) -> int:

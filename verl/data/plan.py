@@ -114,7 +114,7 @@ class Planner:
     assigned to mini-batches at random, and every epoch after the first visits the mini-batches in a new order. A
     mini-batch keeps its prompts in all epochs, so that its tokens stay balanced over ranks. A critic is updated on the
     same samples with its own sizes. `components` are the metrics of samples that the estimator sees. If engines
-    `share_prompts`, samples of a group run together where that is faster, and tokens are those computed.
+    `shared_prompts`, samples of a group run together where that is faster, and tokens are those computed.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Planner:
         shuffle_seed: int | None = None,
         critic: BatchSizes | None = None,
         components: Sequence[str] = (),
-        share_prompts: bool = False,
+        shared_prompts: bool = False,
     ) -> None:
         if ranks < 1:
             raise ValueError(f"ranks is {ranks}, it must be at least 1")
@@ -135,13 +135,13 @@ class Planner:
         self._update = _limit(policy)
         self._forward = forward or self._update
         self._reference = reference or self._forward
-        self._shuffle_seed, self._components, self._share_prompts = shuffle_seed, components, share_prompts
+        self._shuffle_seed, self._components, self._shared_prompts = shuffle_seed, components, shared_prompts
 
     def plan(self, handles: Sequence[SampleHandle]) -> Plan:
         """Assign every sample to a rank, a mini-batch and micro-batches."""
         if not handles:
             raise ValueError("a step needs at least one sample to plan, got none")
-        sizes = [_measure(handle, shares_prompt=self._share_prompts) for handle in handles]
+        sizes = [_measure(handle, shares_prompt=self._shared_prompts) for handle in handles]
         groups = np.fromiter((handle.group for handle in handles), np.int64, len(handles))
         scores = np.fromiter((handle.score for handle in handles), np.float64, len(handles))
         random = None
@@ -177,7 +177,7 @@ class Planner:
         ]
         micro_batches = len(policy[0].micro_batches)
         computed = sum(size.tokens for size in sizes)
-        if self._share_prompts:
+        if self._shared_prompts:
             computed = sum(
                 count_computed(of_rank[k] for k in part)
                 for of_rank, updates in zip(rank_sizes, policy, strict=True)
@@ -194,7 +194,7 @@ class Planner:
             "plan/packing_efficiency": self._update.utilization(len(handles), computed, micro_batches * self.ranks),
             **_describe_samples(handles),
         }
-        if self._share_prompts:
+        if self._shared_prompts:
             metrics["plan/computed_tokens"] = float(computed)
         return Plan(plans, metrics, self._list_warnings(handles, [size.tokens for size in sizes]))
 

@@ -22,9 +22,9 @@ from verl.errors import EngineError
 from verl.sft.examples import pair_example
 from verl.sft.model import SFTModel
 from verl.sft.trainer import split_batch
-from verl.training.fsdp.engine import FsdpEngine
 from verl.training.process_group import close_process_group, init_process_group
-from verl.training.settings import FsdpSettings, Optimizer, Schedule
+from verl.training.registry import build_engine, get_settings_class
+from verl.training.settings import Optimizer, Schedule
 
 _BATCH = 128
 _MEASURE_BELOW_LOSS = 0.6  # above it, accuracy is below 0.2
@@ -68,8 +68,8 @@ def _warm_up(assets: Assets, target: float, max_steps: int, seed: int, optimizer
     # Rows are drawn independently, so that stopping at any step has seen all problems equally often.
     rows = torch.randint(len(examples), (max_steps, _BATCH), generator=torch.Generator().manual_seed(seed)).tolist()
     schedule = Schedule(3e-3, warmup_steps=20)
-    settings = FsdpSettings(path, optimizer=optimizer, schedule=schedule, betas=(0.9, 0.95), weight_decay=0.0)
-    model = SFTModel(FsdpEngine(settings))
+    settings = get_settings_class()(path, optimizer=optimizer, schedule=schedule, betas=(0.9, 0.95), weight_decay=0.0)
+    model = SFTModel(build_engine(settings))
     copy = AutoModelForCausalLM.from_pretrained(path)
     loss, step = float("inf"), 0
     for step in range(1, max_steps + 1):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from verl.models.model_shape import ModelShape
-from verl.training.settings import FsdpSettings
+from verl.training.fsdp.settings import FsdpSettings
 
 PHASES = ("load", "log-probs", "update", "weight sync", "save")
 CHUNK_LOGITS, CHUNK_POSITIONS = 1 << 24, 1024  # as in verl.training.kernels.logprobs, on the CPU and on accelerators

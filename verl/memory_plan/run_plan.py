@@ -19,12 +19,14 @@ from verl.config.features import frees_engine_memory
 from verl.config.schema.actor import RefConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import Config
+from verl.errors import ConfigError
 from verl.memory_plan.device_memory import EngineMemory, MemoryPlan
 from verl.memory_plan.model_memory import ModelMemory, PassSize
 from verl.memory_plan.step_time import Workload
 from verl.models.model_folder import require_config
 from verl.models.model_shape import ModelShape
-from verl.training.settings import FsdpSettings
+from verl.training.fsdp.settings import FsdpSettings
+from verl.training.settings import EngineSettings
 
 if TYPE_CHECKING:
     from verl.workers.train import TrainSettings
@@ -57,7 +59,9 @@ def get_workload(config: Config) -> Workload:
     return Workload(data.train_batch_size * rollout.n, data.max_prompt_length, data.max_response_length, epochs)
 
 
-def _model(config: Config, settings: FsdpSettings, update: PassSize, micro_batches: int | None) -> ModelMemory:
+def _model(config: Config, settings: EngineSettings, update: PassSize, micro_batches: int | None) -> ModelMemory:
+    if not isinstance(settings, FsdpSettings):
+        raise ConfigError([f"actor_rollout_ref.actor.strategy: the memory of {settings.engine} cannot be estimated"])
     content = require_config(settings.model_path)
     shape = ModelShape.from_config(content, settings.model_path, has_value_head=settings.head == "value")
     ranks = count_train_ranks(config) if settings.fsdp_size < 1 else settings.fsdp_size

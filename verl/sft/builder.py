@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
-from verl.config.batch_sizes import count_data_ranks, count_total_steps, get_ulysses_size
+from verl.config.batch_sizes import count_total_steps, get_ulysses_size
 from verl.config.checks import SFT_HINTS
 from verl.config.features import saves_hf
 from verl.config.schema import SftConfig
@@ -21,7 +21,7 @@ from verl.sft.worker import SFTWorkerGroup
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
 from verl.trainer.build.runtime import RunBuilder, device_hints
-from verl.trainer.build.worker_settings import deadlines, fsdp_settings, lora_settings, with_optimizer
+from verl.trainer.build.worker_settings import deadlines, lora_settings, model_settings, with_optimizer
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.workers.ranks import RankSettings
@@ -58,7 +58,7 @@ class SFTBuilder(RunBuilder[SftConfig]):
             samples=None if sizes.packing else sizes.micro_batch_size_per_gpu,
             tokens=sizes.max_token_len_per_gpu * get_ulysses_size(self.config) if sizes.packing else None,
         )
-        split = partial(split_batch, ranks=count_data_ranks(self.config), limit=limit)
+        split = partial(split_batch, ranks=model.layout.data_size, limit=limit)
         loader = SFTDataLoader(data.train, data.order, schedule.batch, split, start=stream.position, version=version)
         self._closing.callback(loader.close)
         return self.build_loop(SFTTrainer(loader, model, data.val), model, schedule, version)
@@ -68,7 +68,7 @@ def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
     """Return what every rank is built from."""
     model, contents = config.model, config.checkpoint
     settings = replace(
-        fsdp_settings(model.path, model.fsdp_config, device),
+        model_settings(model, model.path, device),
         role="train",
         lora=lora_settings(model.peft, config.trainer.seed, model.lora_adapter_path),
         grad_clip=config.optim.grad_clip,

@@ -21,14 +21,14 @@ class SFTWorker(BaseTrainWorker):
         import torch
 
         from verl.sft.model import SFTModel
-        from verl.training.fsdp.engine import FsdpEngine
+        from verl.training.registry import build_engine
 
         self.join(address, settings)
         torch.manual_seed(settings.seed)
-        engine = FsdpEngine(settings.actor)
+        engine = build_engine(settings.actor)
         self._model = self._trained = SFTModel(engine)
         torch.manual_seed(settings.seed + 1 + self._rank)
-        return engine.notes
+        return list(engine.notes)
 
     @explain_out_of_memory
     def update(self, rank_batch: RankBatch) -> dict[str, float]:
@@ -47,8 +47,8 @@ class SFTWorkerGroup(RankGroup):
 
     async def update(self, rank_batches: Sequence[RankBatch]) -> dict[str, float]:
         """Do one optimizer step on the batch that is split over the ranks."""
-        return (await self.call("update", per_rank=rank_batches, deadline=self._deadlines.train))[0]
+        return (await self.call("update", per_rank=self.layout.spread(rank_batches), deadline=self._deadlines.train))[0]
 
     async def loss(self, rank_batches: Sequence[RankBatch]) -> tuple[float, float]:
         """Return the sum of the losses of all trained tokens, and their count, without training."""
-        return (await self.call("loss", per_rank=rank_batches, deadline=self._deadlines.train))[0]
+        return (await self.call("loss", per_rank=self.layout.spread(rank_batches), deadline=self._deadlines.train))[0]

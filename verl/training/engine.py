@@ -1,19 +1,29 @@
-"""The interface of a training engine."""
+"""The interface of a training engine.
+
+An engine is registered by name in `verl.config.train_engines`, and built by `verl.training.registry`.
+tests/contract/test_train_engine.py is the suite that an engine must pass.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl.algorithms.aggregate import Totals
 from verl.data.flat_batch import FlatBatch
+from verl.errors import EngineError
+from verl.training.kernels.logprobs import LastLayer
+from verl.training.layout import RankLayout
+from verl.training.settings import EngineSettings, Schedule
+from verl.types import LocalShard
 
 Output = TypeVar("Output")
 """`ModelOutput` for a policy, `ValueOutput` for a critic."""
-
 Loss = Callable[[Output, FlatBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
 """(output, micro-batch, totals of the mini-batch over all ranks) -> (loss, metrics).
 
@@ -22,78 +32,179 @@ the mini-batch. A metric is a detached scalar of the same kind.
 """
 
 
-class TrainEngine(Protocol[Output]):
-    """A model distributed over `world_size` ranks.
+class KLTarget(Protocol):
+    """A model to which an engine computes the KL over the whole vocabulary (capability `exact_kl`)."""
 
-    Every method is collective: all ranks call it together, with the same number of micro-batches. A micro-batch may be
-    empty on some ranks. Ranks that share the tokens of a batch have the same `data_rank`, and the same micro-batches.
-    """
+    def last_layer(self, batch: FlatBatch) -> LastLayer:
+        """Return the last layer at the generated tokens of a micro-batch, without gradients."""
+        ...
 
-    rank: int
-    data_rank: int
-    world_size: int
+    def release(self) -> None:
+        """Free what `last_layer` has gathered; called after the last micro-batch."""
+        ...
+
+
+class ReferenceEngine(KLTarget, Protocol[Output]):
+    """A model that is only compared with: a reference or a teacher. Every method is collective."""
 
     def forward(
         self,
         micro_batches: Sequence[FlatBatch],
         *,
         temperature: float | None = None,
-        reference: TrainEngine[Output] | None = None,
+        reference: KLTarget | None = None,
         with_squares: bool = False,
     ) -> list[Output]:
         """Return the output for each micro-batch, without gradients, on the CPU.
 
-        `temperature` defaults to that of training; values have none. With a `reference` of the same kind and
-        vocabulary, the output includes the KL to it; `with_squares`, that of a policy includes `sum_pi_squared`.
+        Args:
+            micro_batches: The micro-batches of this data rank.
+            temperature: By default that of training; values have none.
+            reference: A model with the same vocabulary, to which the output includes the KL.
+            with_squares: Include `sum_pi_squared` (capability `squared_probs`).
         """
         ...
 
+
+class TrainEngine(ABC, Generic[Output]):
+    """A model distributed over the ranks of the default process group; it is a `ReferenceEngine` too.
+
+    Every method is collective: all ranks call it together, with the same number of micro-batches. A micro-batch may be
+    empty on some ranks. Ranks of the same data rank get the same micro-batches, and return the same results.
+
+    Methods that are not abstract belong to capabilities, or have an implementation that suits most engines.
+
+    Attributes:
+        settings: The settings that it was built from.
+        rank: The rank of this process.
+        layout: The data rank of every rank.
+        schedule: The learning rate by step; may be replaced between updates.
+        notes: Messages for the user, known once the model is built.
+    """
+
+    settings: EngineSettings
+    rank: int
+    layout: RankLayout
+    schedule: Schedule
+    notes: Sequence[str] = ()
+
+    @property
+    def data_rank(self) -> int:
+        return self.layout.data_ranks[self.rank]
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    # --- computing
+
+    @abstractmethod
+    def forward(
+        self,
+        micro_batches: Sequence[FlatBatch],
+        *,
+        temperature: float | None = None,
+        reference: KLTarget | None = None,
+        with_squares: bool = False,
+    ) -> list[Output]:
+        """Return the output for each micro-batch, without gradients, on the CPU; see `ReferenceEngine.forward`."""
+
+    @abstractmethod
     def update(
         self,
         micro_batches: Sequence[FlatBatch],
         loss: Loss[Output],
         *,
-        reference: TrainEngine[Output] | None = None,
-        teacher: TrainEngine[Output] | None = None,
+        reference: KLTarget | None = None,
+        teacher: KLTarget | None = None,
     ) -> dict[str, float]:
         """Run one optimizer step on the mini-batch formed by the micro-batches of all ranks.
 
-        With a `reference` or a `teacher`, the output passed to the loss includes the KL to it, with gradients. Returns
-        the metrics of the loss, summed over micro-batches and ranks, and `grad_norm`, `lr` and `skipped_steps`,
-        prefixed by the engine's role: `actor/grad_norm`, `critic/grad_norm`.
-        """
-        ...
+        With a `reference` or a `teacher`, the output passed to the loss includes the KL to it, with gradients. The step
+        is skipped if no token is trained, or if the gradient is not finite.
 
+        Returns:
+            The metrics of the loss, summed over micro-batches and ranks, and `grad_norm`, `lr` and `skipped_steps`,
+            prefixed by the engine's role: `actor/grad_norm`, `critic/grad_norm`.
+
+        Raises:
+            DivergenceError: More than `settings.max_skipped_steps` updates in a row had a gradient that is not finite.
+        """
+
+    @abstractmethod
     def advance_schedule(self) -> None:
         """Move the learning rate to that of the next training step; a step may have several updates."""
-        ...
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All-gather a few numbers per sample: local [n, k] -> [N, k], in the order of ranks; n may differ by rank."""
-        ...
+        """All-gather a few numbers per sample: local [n, k] -> [N, k], in the order of data ranks; n may differ."""
+        parts = [rows] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(parts, rows.cpu().clone())  # a view would be sent with its whole storage
+        return torch.cat(self.layout.collect(parts)).cpu()
 
+    def last_layer(self, batch: FlatBatch) -> LastLayer:
+        """Return the last layer at the generated tokens, for the KL of another engine to this one; see `KLTarget`."""
+        raise self._refuse("exact_kl")
+
+    def release(self) -> None:
+        """Free what `last_layer` has gathered."""
+        return None
+
+    def without_adapter(self) -> ReferenceEngine[Output]:
+        """Return this model with its adapter disabled, as a reference (capability `adapters`)."""
+        raise self._refuse("adapters")
+
+    # --- weights
+
+    @abstractmethod
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights with their Hugging Face names, the same on every rank; tied weights once.
 
-        In `dtype`, or in the dtype in which they are stored.
+        An adapter is merged into them. They are in `dtype`, or in the dtype in which they are stored. Each tensor may
+        be overwritten once the next one is requested.
         """
-        ...
 
+    @abstractmethod
+    def weight_shapes(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `weights` yields, on the meta device and without communication."""
+
+    def local_shards(self, dtype: torch.dtype) -> Iterator[tuple[str, LocalShard]] | None:
+        """Return what `weights` yields, as the shard that this rank has of each, so that all ranks send their own.
+
+        All ranks yield the same names in the same order. None, the default, if some weight is not stored in shards of
+        its Hugging Face form; then one rank sends what all ranks gather.
+        """
+        return None
+
+    def adapter_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield only the tensors of the adapter, with their PEFT names (capability `adapters`)."""
+        raise self._refuse("adapters")
+
+    @abstractmethod
     def copy_weights_from(self, other: TrainEngine[Output], ratio: float = 1.0) -> None:
         """Move the weights toward those of another engine with the same model and sharding; by default all the way."""
-        ...
 
+    # --- checkpoints
+
+    @abstractmethod
     def find_divergence(self) -> str:
         """Return what is not finite: weights, or the gradient of a probe; empty if training can continue from them."""
-        ...
 
+    @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold: sharded model and optimizer state, schedule, random states."""
-        ...
+        """Return what a checkpoint must hold, in nested dictionaries.
 
+        Leaves are tensors, of which all ranks have the same, `LocalShard`s or DTensors of tensors that are distributed
+        over ranks, and plain values. Parts are `model`, by the names of the transformers model's parameters;
+        `optimizer`; `schedule`; `rng`, whose keys are ranks; and `base`, if `model` holds only an adapter.
+        """
+
+    @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore a `state`. Parts that it lacks are left unchanged."""
-        ...
+
+    def _refuse(self, capability: str) -> EngineError:
+        return EngineError(f"{type(self).__name__} does not support {capability}; its spec must not declare it")
 
 
 CONTENTS = {"model": ("model", "base"), "optimizer": ("optimizer",), "extra": ("schedule", "rng", "policy")}

@@ -1,10 +1,12 @@
-"""Settings of a training engine. Imports no torch, because the controller creates them."""
+"""Settings of training engines. Imports no torch, because the controller creates them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
+
+from verl.training.layout import RankLayout
 
 Head = Literal["tokens", "value"]
 """What a model predicts: the next token (a policy), or the value of a state (a critic)."""
@@ -66,8 +68,14 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class FsdpSettings:
-    """Settings of an `FsdpEngine`. A model that is not `trainable` (a reference) has no optimizer."""
+class EngineSettings:
+    """The settings of a model that every training engine understands, as far as its capabilities go.
+
+    An engine has a subclass, which adds its own. A model that is not `trainable` (a reference) has no optimizer.
+    """
+
+    engine: ClassVar[str]
+    """The name under which the engine is registered."""
 
     model_path: str
     head: Head = "tokens"
@@ -87,22 +95,54 @@ class FsdpSettings:
     param_dtype: str = "float32"  # of stored parameters and optimizer state
     compute_dtype: str = "float32"  # of the layers; gradients are reduced over ranks in float32
     gradient_checkpointing: bool = False
-    fsdp_size: int = -1  # ranks that share one copy of the weights, replicated over the others; -1: all
-    expert_parallel_size: int = 1  # ranks over which the experts of a mixture are distributed
+    expert_parallel_size: int = 1  # ranks over which the experts of an MoE model are distributed
     sequence_parallel_size: int = 1  # ranks that split every sequence between them, and get the same batches
-    reshard_after_forward: bool = True  # free gathered layers before the backward pass
     param_offload: bool = False  # keep weights in host memory while the engine is idle
     optimizer_offload: bool = False  # keep optimizer state there except in optimizer steps
-    offload_policy: bool = False  # FSDP2's offload: shards, gradients and optimizer state always in host memory
     compile: bool = False  # compile the kernels of log-probs and entropies
     temperature: float = 1.0  # of the trained distribution
     logprob_chunk: int | None = None  # positions per chunk of logits
-    share_prompts: bool = False  # compute a prompt once for all sequences of a micro-batch that begin with it
+    shared_prompts: bool = False  # compute a prompt once for all sequences of a micro-batch that begin with it
     fp32_lm_head: bool = False  # compute logits in float32, whatever the layers compute in
     router_replay: bool = False  # use the experts given with a batch; forward passes return those used
     router_aux_loss_coef: float = 0.0  # of the load-balancing loss, for the experts given with a batch
     device: str = "cpu"
     trust_remote_code: bool = False
+
+    @classmethod
+    def from_section(cls, section: Any, model_path: str, device: str) -> Self:
+        """Return the data types and the sharding of a model, from the section of the configuration that the spec names.
+
+        A subclass that has settings of its own reads them too.
+        """
+        return cls(model_path, **read_common(section, device))
+
+    def freeze(self, *, param_offload: bool) -> Self:
+        """Return the same settings for a model that is never updated."""
+        return replace(self, trainable=False, param_offload=param_offload, optimizer_offload=False)
+
+    def layout(self, world_size: int) -> RankLayout:
+        """Return which ranks get the same samples."""
+        return RankLayout.of_adjacent(world_size, self.sequence_parallel_size)
+
+
+def read_common(section: Any, device: str) -> dict[str, Any]:
+    """Return the settings of a section that all engines have. Offloading is only for devices other than the CPU."""
+    can_offload = device != "cpu"
+    return {
+        "device": device,
+        "param_dtype": section.model_dtype,
+        "compute_dtype": resolve_dtype(section.dtype, device),
+        "stochastic_rounding": section.stochastic_rounding,
+        "expert_parallel_size": section.expert_parallel_size,
+        "param_offload": can_offload and section.param_offload,
+        "optimizer_offload": can_offload and section.optimizer_offload,
+    }
+
+
+def resolve_dtype(wanted: str, device: str) -> str:
+    """Return the data type that "auto" means on a device; any other unchanged."""
+    return wanted if wanted != "auto" else ("float32" if device == "cpu" else "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ checkpoint has in several, such as the experts of a mixture; `to_hf` and `load_h
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import EngineError
+from verl.types import LocalShard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,28 +89,6 @@ def share(bucket: WeightBucket | SharedBucket) -> Iterator[SharedBucket]:
         buffer.close()
 
 
-@dataclass(frozen=True, slots=True)
-class WeightPart:
-    """The part of a weight that one rank writes into a bucket which all ranks share. Other parts are left as they are.
-
-    `local` begins at `offsets` in the whole, and is converted to `dtype`; None where this rank has nothing to write.
-    """
-
-    local: Tensor | None
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def copy_to(self, whole: Tensor) -> None:
-        if self.local is not None:
-            lengths = zip(self.offsets, self.local.shape, strict=True)
-            whole[tuple(slice(start, start + length) for start, length in lengths)].copy_(self.local)
-
-
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
 
 
@@ -119,7 +97,7 @@ def allocate_memory(size: int) -> npt.NDArray[np.uint8]:
 
 
 def pack(
-    weights: Iterable[tuple[str, Tensor | WeightPart]],
+    weights: Iterable[tuple[str, Tensor | LocalShard]],
     *,
     max_bytes: int,
     first_bytes: int | None = None,
@@ -129,7 +107,7 @@ def pack(
     """Pack (name, tensor) into buckets of at most `max_bytes`, the first of `first_bytes`.
 
     A larger tensor gets its own bucket.
-    `dtype` converts floating-point tensors, not parts. `allocate` returns the buffer of a bucket, of which only the
+    `dtype` converts floating-point tensors, not shards. `allocate` returns the buffer of a bucket, of which only the
     beginning may be used. Each tensor is copied before the next one is taken.
     """
     slots: list[TensorSlot] = []
@@ -144,7 +122,7 @@ def pack(
             data = allocate(max(max_bytes, _align(tensor.nbytes)))
         slot = TensorSlot(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size)
         for _, target in unpack([slot], torch.from_numpy(data)):
-            tensor.copy_to(target) if isinstance(tensor, WeightPart) else target.copy_(tensor)
+            tensor.copy_to(target) if isinstance(tensor, LocalShard) else target.copy_(tensor)
         slots.append(slot)
         size += _align(tensor.nbytes)
     if slots:

@@ -44,9 +44,10 @@ from verl.rewards.reward_function import BUILTIN_SCORERS, explain_no_scorer
 from verl.rewards.settings import RewardFunctionSettings
 from verl.rollout.engine import load_weights
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.policy.trainer import PolicyTrainer
 from verl.training.process_group import close_process_group, init_process_group
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.settings import Schedule
 from verl.types import Prompt, Sample, SamplingParams
 from verl.waiting import EventLoopThread
 from verl.weights.bucket import load_hf, pack, to_hf
@@ -267,7 +268,7 @@ class TrainerWorker:
                 compute_dtype = "bfloat16" if model.dtype == torch.bfloat16 else "float32"
                 settings |= {"device": device, "temperature": temperature, "compute_dtype": compute_dtype}
                 settings["gradient_checkpointing"] = model.is_gradient_checkpointing
-                self._engine = FsdpEngine(FsdpSettings(folder, **settings))
+                self._engine = FsdpEngine(FsdpSettings(folder, **settings))  # whose optimizer state is exchanged
             self._policy = PolicyTrainer(self._engine, AlgorithmSettings(estimator=estimator, loss_options=loss))
             if optimizer is not None:
                 load_moments(self._engine, optimizer)

@@ -15,11 +15,13 @@ from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, Deadlines
 from verl.custom_functions import import_external
 from verl.errors import CheckpointError, DivergenceError, EngineError
-from verl.training.settings import FsdpSettings, ProfileSettings
+from verl.training.layout import RankLayout
+from verl.training.settings import EngineSettings, ProfileSettings
 
 if TYPE_CHECKING:  # torch is imported where it is used: see BaseTrainWorker
     from verl.checkpoint.background import BackgroundWriter
     from verl.checkpoint.files import FileChecksum
+    from verl.training.engine import TrainEngine
     from verl.training.profiler import StepProfiler
 
 G = TypeVar("G", bound="RankGroup")
@@ -32,7 +34,7 @@ W = TypeVar("W", bound="BaseTrainWorker")
 class RankSettings:
     """The settings of one rank: the model that it trains, and how it is saved."""
 
-    actor: FsdpSettings
+    actor: EngineSettings
     seed: int = 0
     external_modules: Sequence[str] = ()  # imported before the engine is built
     tokenizer_path: str | None = None  # None: the model's
@@ -47,8 +49,8 @@ class RankSettings:
 class Checkpointable(Protocol):
     """What a rank trains. `states` and `load_states` are collective."""
 
-    def engines(self) -> Mapping[str, Any]:
-        """Return the `TrainEngine`s by their folder in a checkpoint."""
+    def engines(self) -> Mapping[str, TrainEngine[Any]]:
+        """Return the engines by their folder in a checkpoint."""
         ...
 
     def states(self, contents: Mapping[str, Collection[str]] | None = None) -> dict[str, dict[str, Any]]:
@@ -177,9 +179,9 @@ class BaseTrainWorker:
         return find_corruption(Path(directory), rank=self._rank, ranks=self._world_size)
 
     def load(self, directory: str) -> None:
+        from verl.checkpoint.adapter import check_base
         from verl.checkpoint.save import load
         from verl.checkpoint.shared_index import read_index_once
-        from verl.training.fsdp.lora import check_base
 
         states = self._trained.states(self._settings.load_contents)
         indices = {folder: read_index_once(Path(directory, folder)) for folder in states}
@@ -241,6 +243,7 @@ class RankGroup(ActorGroup):
     def __init__(self, actors: Sequence[Any], deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
         super().__init__("train worker", actors)
         self._deadlines = deadlines
+        self.layout = RankLayout.of_adjacent(len(self.actors))
 
     @classmethod
     def spawn(
@@ -267,6 +270,7 @@ class RankGroup(ActorGroup):
 
     async def start(self, settings: RankSettings) -> list[str]:
         """Start all ranks; return their notes for the user, without duplicates."""
+        self.layout = settings.actor.layout(len(self.actors))
         address = (await self.call("address", deadline=self._deadlines.start))[0]
         notes = await self.call("start", address, settings, deadline=self._deadlines.start)
         return list(dict.fromkeys(note for rank in notes for note in rank))

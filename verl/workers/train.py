@@ -14,10 +14,12 @@ from verl.cluster.actors import free_port, get_node_address, get_objects
 from verl.cluster.hangs.pending_calls import CallTarget
 from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
-from verl.training.settings import FsdpSettings
+from verl.training.registry import build_engine
+from verl.training.settings import EngineSettings
 from verl.workers.ranks import BaseTrainWorker, RankGroup, RankSettings, explain_out_of_memory
 
 if TYPE_CHECKING:
+    from verl.training.engine import TrainEngine
     from verl.workers.weight_packer import WeightPacker
 
 
@@ -26,12 +28,12 @@ class TrainSettings(RankSettings):
     """The settings of a train worker: its models and the algorithm."""
 
     algorithm: AlgorithmSettings
-    reference: FsdpSettings | None = None
+    reference: EngineSettings | None = None
     reference_is_actor: bool = False  # with its adapter disabled
-    critic: FsdpSettings | None = None
-    prime: FsdpSettings | None = None  # PRIME's reward model
-    prime_reference: FsdpSettings | None = None  # None: `reference`
-    teacher: FsdpSettings | None = None
+    critic: EngineSettings | None = None
+    prime: EngineSettings | None = None  # PRIME's reward model
+    prime_reference: EngineSettings | None = None  # None: `reference`
+    teacher: EngineSettings | None = None
     sync_dtype: str = "bfloat16"
     sync_adapter_only: bool = False  # the engines load the base model themselves
     sync_bucket_bytes: int = 512 * 2**20
@@ -54,35 +56,34 @@ class TrainWorker(BaseTrainWorker):
         """
         import torch
 
-        from verl.training.fsdp.engine import BaseModelReference, FsdpEngine
         from verl.training.policy.teacher import TeacherEngine
         from verl.training.policy.trainer import PolicyTrainer, PrimeRewardModel, load_functions
 
-        def make_engine(model: FsdpSettings | None) -> FsdpEngine | None:
-            return None if model is None else FsdpEngine(model)
+        def build(model: EngineSettings | None) -> TrainEngine[Any] | None:
+            return None if model is None else build_engine(model)
 
         load_functions(settings.algorithm)
         self.join(address, settings)
         torch.manual_seed(settings.seed)
-        algorithm, actor = settings.algorithm, FsdpEngine(settings.actor)
-        reference: Any = BaseModelReference(actor) if settings.reference_is_actor else make_engine(settings.reference)
+        algorithm, actor = settings.algorithm, build_engine(settings.actor)
+        reference = actor.without_adapter() if settings.reference_is_actor else build(settings.reference)
         prime = None
         if settings.prime is not None:
-            prime_reference = make_engine(settings.prime_reference) or reference
+            prime_reference = build(settings.prime_reference) or reference
             assert prime_reference is not None
-            prime = PrimeRewardModel(FsdpEngine(settings.prime), prime_reference, beta=algorithm.prime_beta)
-        teacher: Any = None if settings.teacher is None else TeacherEngine(FsdpEngine(settings.teacher))
+            prime = PrimeRewardModel(build_engine(settings.prime), prime_reference, beta=algorithm.prime_beta)
+        teacher = None if settings.teacher is None else TeacherEngine(build_engine(settings.teacher))
         self._policy = self._trained = PolicyTrainer(
             actor,
             algorithm,
             reference=reference,
-            critic=make_engine(settings.critic),
+            critic=build(settings.critic),
             prime=prime,
             teacher=teacher,
         )
         torch.manual_seed(settings.seed + 1 + self._rank)
         self._sync_dtype, self._deadlines = getattr(torch, settings.sync_dtype), settings.deadlines
-        return actor.notes
+        return list(actor.notes)
 
     @explain_out_of_memory
     def prepare(self, plan: RankPlan) -> dict[str, float]:
@@ -130,11 +131,11 @@ class TrainWorker(BaseTrainWorker):
     def _packer(self) -> WeightPacker:
         from verl.workers.weight_packer import WeightPacker
 
-        actor: Any = self._policy.actor
+        actor = self._policy.actor
         gather = actor.adapter_weights if self._settings.sync_adapter_only else actor.weights
         return WeightPacker(
             lambda: gather(self._sync_dtype),
-            parts=lambda: actor.weight_parts(self._sync_dtype),
+            shards=lambda: None if self._settings.sync_adapter_only else actor.local_shards(self._sync_dtype),
             max_bytes=self._settings.sync_bucket_bytes,
             is_one_machine=self._settings.is_one_machine,
         )
@@ -147,7 +148,7 @@ class TrainWorker(BaseTrainWorker):
             replies = [engine.weight_transfer.remote(method, *arguments(k)) for k, engine in enumerate(engines)]
             get_objects(replies, action=method, target=CallTarget("rollout engines"), deadline=self._deadlines.weights)
 
-        actor: Any = self._policy.actor
+        actor = self._policy.actor
         if not hasattr(self, "_sender"):
             self._sender = VllmSender(
                 backend,
@@ -179,7 +180,7 @@ class PolicyGroup(RankGroup):
     worker = TrainWorker
 
     async def prepare(self, plan: Plan) -> dict[str, float]:
-        return (await self.call("prepare", per_rank=plan.ranks, deadline=self._deadlines.train))[0]
+        return (await self.call("prepare", per_rank=self.layout.spread(plan.ranks), deadline=self._deadlines.train))[0]
 
     async def update(self) -> dict[str, float]:
         """Update the policy on what was prepared."""

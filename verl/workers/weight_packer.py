@@ -12,21 +12,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.cluster.object_store import put
-from verl.weights.bucket import Allocate, SharedBucket, SharedBuffer, WeightBucket, WeightPart, allocate_memory, pack
+from verl.types import LocalShard
+from verl.weights.bucket import Allocate, SharedBucket, SharedBuffer, WeightBucket, allocate_memory, pack
 
 OPEN_BUCKETS = 2  # the one that is loaded, and the one that is packed
 FIRST_SHARE = 8  # the first bucket is smaller by this factor, so that engines soon have something to load
 
 
 Weights = Iterator[tuple[str, Tensor]]
-Parts = Iterator[tuple[str, WeightPart]]
+Shards = Iterator[tuple[str, LocalShard]]
 
 
 class WeightPacker:
     """The weights of one rank. Rank 0 returns buckets; all others take part.
 
     Buckets go into the object store. On a machine that the engines share they are files in memory instead, and never
-    copied. There, all ranks write what they have of each weight (`parts`) into the same files; where that is not
+    copied. There, all ranks write what they have of each weight (`shards`) into the same files; where that is not
     possible, or on several machines, rank 0 writes weights that all ranks `gather`.
     """
 
@@ -36,17 +37,17 @@ class WeightPacker:
         *,
         max_bytes: int,
         is_one_machine: bool,
-        parts: Callable[[], Parts | None] = lambda: None,
+        shards: Callable[[], Shards | None] = lambda: None,
     ) -> None:
-        self._gather, self._parts, self._is_one_machine = gather, parts, is_one_machine
+        self._gather, self._shards, self._is_one_machine = gather, shards, is_one_machine
         self._max_bytes = max_bytes
         self._buckets: Iterator[WeightBucket] = iter(())
         self._buffers: deque[SharedBuffer] = deque()
 
     def start(self) -> None:
         """Begin with the first weights; for rank 0."""
-        if self._is_one_machine and (parts := self._parts()) is not None:
-            self._buckets = self._pack_together(parts, self._allocate_for_all)
+        if self._is_one_machine and (shards := self._shards()) is not None:
+            self._buckets = self._pack_together(shards, self._allocate_for_all)
         else:
             allocate = self._allocate if self._is_one_machine else allocate_memory
             self._buckets = self._pack(self._gather(), allocate)
@@ -68,17 +69,17 @@ class WeightPacker:
 
     def take_part(self) -> None:
         """Do the part of this rank for all weights, while rank 0 packs."""
-        if self._is_one_machine and (parts := self._parts()) is not None:
-            deque(self._pack_together(parts, self._map), maxlen=0)
+        if self._is_one_machine and (shards := self._shards()) is not None:
+            deque(self._pack_together(shards, self._map), maxlen=0)
         else:
             deque(self._gather(), maxlen=0)
 
-    def _pack(self, weights: Weights | Parts, allocate: Allocate) -> Iterator[WeightBucket]:
+    def _pack(self, weights: Weights | Shards, allocate: Allocate) -> Iterator[WeightBucket]:
         first_bytes = self._max_bytes // FIRST_SHARE
         return pack(weights, max_bytes=self._max_bytes, first_bytes=first_bytes, allocate=allocate)
 
-    def _pack_together(self, parts: Parts, allocate: Allocate) -> Iterator[WeightBucket]:
-        for bucket in self._pack(parts, allocate):
+    def _pack_together(self, shards: Shards, allocate: Allocate) -> Iterator[WeightBucket]:
+        for bucket in self._pack(shards, allocate):
             dist.barrier()  # all ranks have written
             yield bucket
 

@@ -16,8 +16,9 @@ from verl.sft.examples import conversation_example
 from verl.sft.model import SFTModel
 from verl.sft.trainer import split_batch
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import close_process_group, init_process_group
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.settings import Schedule
 
 BATCH = 32
 PROMPTS = 32  # of a step of RL

@@ -45,7 +45,8 @@ from verl.algorithms.settings import AlgorithmSettings
 from verl.errors import ConfigError
 from verl.rollout.engine import load_weights
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.fsdp.settings import FsdpSettings
+from verl.training.settings import Schedule
 from verl.types import Sample, SamplingParams
 from verl.weights.bucket import pack
 from verl.workers.train import TrainSettings, TrainWorker

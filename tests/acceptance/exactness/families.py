@@ -33,7 +33,8 @@ from verl.data.flat_batch import FlatBatch
 from verl.errors import VerlError
 from verl.rollout.engine import load_weights
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.fsdp.settings import FsdpSettings
+from verl.training.settings import Schedule
 from verl.weights.bucket import pack
 from verl.weights.sync import Probe
 from verl.workers.train import TrainSettings, TrainWorker

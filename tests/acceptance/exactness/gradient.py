@@ -44,7 +44,8 @@ from verl.algorithms.prepass import PREPASSES
 from verl.algorithms.settings import AlgorithmSettings, Distillation
 from verl.data.flat_batch import FlatBatch
 from verl.data.packing import balance, chunk, pack
-from verl.training.fsdp.engine import FsdpEngine, FsdpSettings
+from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.training.policy.trainer import PolicyTrainer
 from verl.training.process_group import init_process_group

@@ -25,7 +25,8 @@ from verl.algorithms.objective import PolicyObjective
 from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.manifest import CheckpointDir
 from verl.data.flat_batch import FlatBatch
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.fsdp.settings import FsdpSettings
+from verl.training.settings import Schedule
 from verl.workers.train import TrainSettings, TrainWorker
 
 RANKS, STEP = 2, 5

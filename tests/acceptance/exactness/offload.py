@@ -27,8 +27,9 @@ from verl.algorithms.objective import PolicyObjective
 from verl.algorithms.settings import AlgorithmSettings
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.settings import Schedule
 
 RANKS, MIB = 2, 1 << 20
 SETTINGS = {

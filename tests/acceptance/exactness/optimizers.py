@@ -31,8 +31,9 @@ from verl.data.flat_batch import FlatBatch
 from verl.demo.assets import make_assets
 from verl.demo.warmup import warm_up
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.settings import Schedule
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "muon")
 BYTES = {"adamw": 8.0, "adamw_8bit": 2.1, "muon": 5.0}

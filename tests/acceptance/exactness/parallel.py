@@ -41,8 +41,8 @@ from transformers.utils.logging import disable_progress_bar
 from verl.data.packing import balance, chunk
 from verl.memory_plan.model_memory import ModelMemory, PassSize
 from verl.models.model_shape import ModelShape
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings
 
 RANKS, LONG, PROMPT = 4, 131_072, 1_024
 LAYOUTS = {
@@ -56,7 +56,7 @@ LAYOUTS = {
     "experts 4": {"expert_parallel_size": 4},
     "hsdp 2x2, experts 2": {"fsdp_size": 2, "expert_parallel_size": 2},
     "ulysses 2, experts 2": {"sequence_parallel_size": 2, "expert_parallel_size": 2},
-    "shared prompts, ulysses 2": {"share_prompts": True, "sequence_parallel_size": 2},
+    "shared prompts, ulysses 2": {"shared_prompts": True, "sequence_parallel_size": 2},
 }
 
 

@@ -24,8 +24,9 @@ from verl.algorithms.aggregate import Totals
 from verl.algorithms.objective import PolicyObjective
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.settings import Schedule
 
 TOKENS = (448, 8_192, 131_072, 1_048_576)
 LIMITS = {"float16": 0.02, "bfloat16": 0.05}

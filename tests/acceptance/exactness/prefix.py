@@ -38,7 +38,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from verl.algorithms.objective import sft
 from verl.data.flat_batch import FlatBatch
-from verl.training.fsdp.engine import FsdpEngine, FsdpSettings
+from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
 
 PROMPTS = (46, 1, 7, 21)  # tokens of the shared prompts; the other sequences have their own
@@ -110,7 +111,7 @@ def compare_unsplit(plain, sharing, mini_batch):
 def rank_main(rank, world, port, directory, cuts, stride):
     torch.set_num_threads(1)
     init_process_group(rank, world, "127.0.0.1", port)
-    sharing, results = Engines(directory, share_prompts=True), {}
+    sharing, results = Engines(directory, shared_prompts=True), {}
     if world == 1:
         plain = Engines(directory)
         mini_batch = random_mini_batch(plain, grouped_sequences)
@@ -174,7 +175,7 @@ def make_engines(width, directory):
         max_position_embeddings=8192,
     )
     Qwen2ForCausalLM(config).save_pretrained(directory)
-    engines = [FsdpEngine(FsdpSettings(directory, share_prompts=on)) for on in (False, True)]
+    engines = [FsdpEngine(FsdpSettings(directory, shared_prompts=on)) for on in (False, True)]
     measure(engines, groups_of_responses(46, [18])[0], rounds=1)  # a warm-up
     return engines
 

@@ -28,8 +28,9 @@ from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.checkpoint.save import load
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.settings import Schedule
 
 BOUND = 1e-6
 BEFORE, AFTER = 3, 3

@@ -31,9 +31,10 @@ from verl.data.plan import Planner
 from verl.rollout.engine import load_weights
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.policy.trainer import PolicyTrainer
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.settings import Schedule
 from verl.types import SampleHandle, SamplingParams
 from verl.weights.bucket import pack
 

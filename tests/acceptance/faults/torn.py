@@ -33,8 +33,9 @@ from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.manifest import CheckpointDir
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.settings import Schedule
 
 STEPS = 4
 KINDS = ("truncated", "missing", "flipped", "killed")

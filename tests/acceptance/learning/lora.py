@@ -140,7 +140,8 @@ async def run(config: Any, folder: Path) -> dict[str, Any]:
 
 def examined(worker: Any, path: str) -> dict[str, Any]:
     """Compare base weights and reference on every rank with the files and a fresh model."""
-    from verl.training.fsdp.engine import FsdpEngine, FsdpSettings
+    from verl.training.fsdp.engine import FsdpEngine
+    from verl.training.fsdp.settings import FsdpSettings
 
     actor, files = worker._policy.actor, load_file(Path(path, "model.safetensors"))
     base = {name: tensor.clone() for name, tensor in actor.base_weights()}

@@ -37,8 +37,9 @@ from verl.sft.examples import Example
 from verl.sft.model import SFTModel
 from verl.sft.trainer import split_batch
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.settings import Schedule
 
 T = TypeVar("T")
 ALLOWED, FASTER = 1e-5, 1.3

@@ -36,8 +36,8 @@ from verl.memory_plan.suggestions import format_changes, suggest_settings
 from verl.models.model_shape import ModelShape
 from verl.trainer.build.worker_settings import train_settings
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings
 
 GIB, LIMIT, MEMORY = 1 << 30, 0.10, 80 << 30
 LARGE = {"compute_dtype": "bfloat16", "gradient_checkpointing": True, "device": "cuda"}

@@ -103,7 +103,7 @@ def test_the_plan_counts_the_tokens_that_engines_compute(limit: Any) -> None:
     generator = np.random.default_rng(0)
     samples = [make_sample(g, 3 + 7 * g, int(generator.integers(1, 20)), generator) for g in range(4) for _ in range(6)]
     handles = [put_sample_in_memory(sample, index) for index, sample in enumerate(samples)]
-    planner = Planner(2, BatchSizes(3, *limit), share_prompts=True)
+    planner = Planner(2, BatchSizes(3, *limit), shared_prompts=True)
     plan = planner.plan(handles)
     computed = 0
     for own in plan.ranks:

@@ -13,7 +13,7 @@ from verl.memory_plan.device_memory import EngineMemory, MemoryPlan
 from verl.memory_plan.model_memory import ModelMemory, PassSize
 from verl.memory_plan.suggestions import Changes, SettingsChange, find_changes
 from verl.models.model_shape import ModelShape
-from verl.training.settings import FsdpSettings
+from verl.training.fsdp.settings import FsdpSettings
 
 pytestmark = pytest.mark.unit
 

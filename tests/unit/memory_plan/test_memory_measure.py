@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from verl.errors import EngineError
 from verl.memory_plan.model_memory import PHASES, ModelMemory, PassSize
 from verl.models.model_shape import ModelShape
-from verl.training.settings import FsdpSettings, LoraSettings
+from verl.training.fsdp.settings import FsdpSettings
+from verl.training.settings import LoraSettings
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,8 @@ from public_models import MODELS
 
 from verl.memory_plan.model_memory import PHASES, ModelMemory, PassSize, Usage
 from verl.models.model_shape import ModelShape
-from verl.training.settings import FsdpSettings, LoraSettings
+from verl.training.fsdp.settings import FsdpSettings
+from verl.training.settings import LoraSettings
 
 pytestmark = pytest.mark.unit
 

@@ -12,7 +12,7 @@ from verl.memory_plan.device_memory import EngineMemory, MemoryPlan
 from verl.memory_plan.model_memory import ModelMemory, PassSize
 from verl.memory_plan.step_time import Cluster, Workload, estimate_seconds, suggest_split
 from verl.models.model_shape import ModelShape
-from verl.training.settings import FsdpSettings
+from verl.training.fsdp.settings import FsdpSettings
 
 pytestmark = pytest.mark.unit
 

@@ -370,11 +370,11 @@ def test_every_model_of_a_train_worker_shares_prompts_and_the_planner_knows() ->
     settings = train_settings(config, 10, "cpu")
     assert settings.reference is not None
     assert settings.critic is not None
-    assert all(model.share_prompts for model in (settings.actor, settings.reference, settings.critic))
+    assert all(model.shared_prompts for model in (settings.actor, settings.reference, settings.critic))
     handles = [SampleHandle(k, k // 4, 100, 50, score=0.0, version=0, prompt_tokens=50) for k in range(8)]
     assert build_planner(config, ranks=1).plan(handles).metrics["plan/computed_tokens"] == 2 * 50 + 8 * 50
     plain = config_of(*PPO, *kl)
-    assert not train_settings(plain, 10, "cpu").actor.share_prompts
+    assert not train_settings(plain, 10, "cpu").actor.shared_prompts
     assert "plan/computed_tokens" not in build_planner(plain, ranks=1).plan(handles).metrics
 
 

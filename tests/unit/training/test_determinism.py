@@ -14,7 +14,7 @@ from verl.trainer.build import preflight
 from verl.trainer.build.preflight import check_determinism
 from verl.trainer.build.worker_settings import engine_settings, reward_model_settings, train_settings
 from verl.training import process_group
-from verl.training.settings import FsdpSettings
+from verl.training.fsdp.settings import FsdpSettings
 from verl.workers.train import BaseTrainWorker, RankSettings
 
 pytestmark = pytest.mark.unit

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from tiny import save_peft_adapter, tiny_qwen2
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
-from verl.checkpoint.adapter import is_adapter, merge_adapter, original_name, peft_name
+from verl.checkpoint.adapter import check_base, is_adapter, merge_adapter, original_name, peft_name
 from verl.config.adapter_files import read_adapter
 from verl.errors import CheckpointError, EngineError
-from verl.training.fsdp.lora import check_base, describe_adapter, disable_adapter, fingerprint, is_trainable
+from verl.training.fsdp.lora import describe_adapter, disable_adapter, fingerprint, is_trainable
 from verl.training.fsdp.model import PackedModel
 from verl.training.fsdp.model_loader import load_model
 from verl.training.settings import Head, LoraSettings

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.sharding import _precision
-from verl.training.settings import FsdpSettings
 
 pytestmark = pytest.mark.unit
 

@@ -6,9 +6,10 @@ from tiny import tiny_qwen2
 from transformers import Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl.training.fsdp.model import PackedCausalLM
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.optim.muon import Muon, orthogonalize
 from verl.training.optim.optimizers import build_optimizer
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.settings import Schedule
 
 pytestmark = pytest.mark.unit
 

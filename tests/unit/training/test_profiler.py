@@ -23,8 +23,9 @@ from verl.cluster.object_store import put
 from verl.config.load import load_dict
 from verl.data.plan import Plan
 from verl.trainer.profiling import RunProfiler, build_profiler, nsys_options
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.profiler import StepProfiler, span
-from verl.training.settings import FsdpSettings, ProfileSettings, Schedule
+from verl.training.settings import ProfileSettings, Schedule
 from verl.workers.train import PolicyGroup, TrainSettings
 
 pytestmark = pytest.mark.unit

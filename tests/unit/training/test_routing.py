@@ -20,9 +20,9 @@ from verl.data.plan import Planner
 from verl.errors import EngineError
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.model_loader import load_model
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.policy.trainer import PolicyTrainer
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings
 from verl.types import Sample, SampleHandle
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(120)]

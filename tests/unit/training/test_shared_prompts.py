@@ -12,11 +12,12 @@ from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.model_loader import load_model
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.training.kernels import attention
 from verl.training.kernels.attention import packed_attention, packing_kwargs
 from verl.training.process_group import init_process_group
-from verl.training.settings import FsdpSettings, LoraSettings
+from verl.training.settings import LoraSettings
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(120)]
 
@@ -157,7 +158,7 @@ def run(model, batch, shared):
 
 
 def test_every_family_has_the_log_probs_and_gradients_of_whole_sequences(path):
-    model = load_model(path, dtype=torch.float32, share_prompts=True).train()
+    model = load_model(path, dtype=torch.float32, shared_prompts=True).train()
     long = [(list(range(WINDOW + 3)), [k] * (WINDOW * k // 2 + 2)) for k in range(3)]  # beyond the window, too
     batch = make_batch([*SEQUENCES, *long])
     (expected, right), (output, gradients) = (run(model, batch, each) for each in (None, find_shared_prompts(batch)))
@@ -174,9 +175,9 @@ def test_loading_refuses_a_model_whose_results_change(tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "_prepend", lambda prefix, states: torch.cat([states[:, :, :0], states], dim=2))
     load_model(path, dtype=torch.float32)
     with pytest.raises(EngineError, match=r"log-probs differ by .* share their prompt.*use_prefix_grouper=False"):
-        load_model(path, dtype=torch.float32, share_prompts=True)
+        load_model(path, dtype=torch.float32, shared_prompts=True)
     with pytest.raises(EngineError, match="hidden states differ"):
-        load_model(path, dtype=torch.float32, head="value", share_prompts=True)
+        load_model(path, dtype=torch.float32, head="value", shared_prompts=True)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +209,7 @@ def count_tokens(engine):
 def test_an_engine_updates_alike_and_computes_fewer_tokens(folder, options):
     if "lora" in options:
         options = {"lora": LoraSettings(4, 8, "all-linear", 0)}
-    engines = [Recorder(FsdpSettings(str(folder / "dense"), share_prompts=on, **options)) for on in (False, True)]
+    engines = [Recorder(FsdpSettings(str(folder / "dense"), shared_prompts=on, **options)) for on in (False, True)]
     plain, sharing = engines
     counts = [count_tokens(engine) for engine in engines]
     batch = make_batch()
@@ -225,11 +226,11 @@ def test_a_critic_and_the_last_layer_of_a_reference_share_prompts(folder):
     values, layers = [], []
     for on in (False, True):
         torch.manual_seed(0)
-        critic = FsdpEngine(FsdpSettings(str(folder / "dense"), head="value", share_prompts=on))
+        critic = FsdpEngine(FsdpSettings(str(folder / "dense"), head="value", shared_prompts=on))
         with torch.no_grad():
             critic.model.hf.score.weight.fill_(0.1)
         values.append(critic.forward([batch])[0].values)
-        reference = FsdpEngine(FsdpSettings(str(folder / "dense"), trainable=False, share_prompts=on))
+        reference = FsdpEngine(FsdpSettings(str(folder / "dense"), trainable=False, shared_prompts=on))
         layers.append(reference.last_layer(batch).hidden)
     assert float(values[0].abs().max()) > 0
     torch.testing.assert_close(values[1], values[0])
@@ -239,7 +240,7 @@ def test_a_critic_and_the_last_layer_of_a_reference_share_prompts(folder):
 @pytest.mark.parametrize("settings", [{"router_replay": True}, {"router_aux_loss_coef": 0.5}], ids=str)
 def test_routers_replay_and_balance_as_with_whole_sequences(folder, settings):
     path, batch = str(folder / "mixture"), make_batch()
-    plain, sharing = (Recorder(FsdpSettings(path, share_prompts=on, **settings)) for on in (False, True))
+    plain, sharing = (Recorder(FsdpSettings(path, shared_prompts=on, **settings)) for on in (False, True))
     [own], [recorded] = plain.forward([batch]), sharing.forward([batch])
     assert torch.equal(recorded.routed_experts, own.routed_experts)
     generator = torch.Generator().manual_seed(0)

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.weights.bucket import WeightPart, pack, share, unpack
+from verl.types import LocalShard
+from verl.weights.bucket import pack, share, unpack
 
 pytestmark = pytest.mark.unit
 
@@ -40,8 +41,8 @@ def test_casting_touches_floating_point_only() -> None:
 def test_ranks_write_their_parts_into_the_same_buffer_and_convert_them() -> None:
     whole, buffer = torch.arange(12.0).view(4, 3), np.zeros(1000, np.uint8)
     for start in (0, 2):
-        rows = WeightPart(whole[start : start + 2], (start, 0), (4, 3), torch.bfloat16)
-        nothing = WeightPart(None, (0,), (8,), torch.bfloat16)
+        rows = LocalShard(whole[start : start + 2], (start, 0), (4, 3), torch.bfloat16)
+        nothing = LocalShard(None, (0,), (8,), torch.bfloat16)
         [bucket] = pack([("w", rows), ("bias", nothing)], max_bytes=1000, allocate=lambda _: buffer)
     tensors = dict(unpack(bucket.slots, torch.from_numpy(bucket.data)))
     assert torch.equal(tensors["w"], whole.bfloat16())

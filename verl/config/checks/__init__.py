@@ -16,6 +16,7 @@ from verl.config.checks import (
     generation,
     ignored,
     requirements,
+    train_engine,
     trainer,
     training,
 )
@@ -34,6 +35,7 @@ GENERATION_HINTS: tuple[Check, ...] = (generation.find_hints,)
 
 SFT_CONFLICTS: tuple[Check, ...] = (
     requirements.find_unsupported,
+    train_engine.find_conflicts,
     training.find_conflicts,
     trainer.find_conflicts,
     trainer.find_profile_conflicts,

@@ -158,6 +158,7 @@ SFT_ALIASES = Aliases(
         "trainer.resume_mode": _RESUME_MODES,
         "model.fsdp_config.dtype": _DTYPES,
         "model.fsdp_config.model_dtype": _MODEL_DTYPES,
+        "model.strategy": _STRATEGIES,
         "optim.name": _OPTIMIZERS,
         "optim.lr_warmup_steps": _WARMUP_BY_RATIO,
         "trainer.logger": _LOGGERS,

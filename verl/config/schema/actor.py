@@ -6,7 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verl.config.schema.base import Count, CustomFunction, Dtype, Fraction, Positive, Section, section, setting
+from verl.config.schema.base import (
+    Count,
+    CustomFunction,
+    Dtype,
+    Fraction,
+    Positive,
+    RegisteredName,
+    Section,
+    section,
+    setting,
+)
 from verl.config.schema.conditions import (
     BY_SAMPLES,
     BY_TOKENS,
@@ -17,6 +27,7 @@ from verl.config.schema.conditions import (
     unless,
     unless_given,
 )
+from verl.config.train_engines import DEFAULT_ENGINE, PLANNED_ENGINES, list_train_engines
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 _Kl = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
@@ -89,6 +100,12 @@ class ModelConfig(Section):
         """The modules that `external_lib` names."""
         modules = self.external_lib
         return (modules,) if isinstance(modules, str) else tuple(modules or ())
+
+
+class TrainEngineName(RegisteredName):
+    @classmethod
+    def list_names(cls) -> list[str]:
+        return [*list_train_engines(), *PLANNED_ENGINES]
 
 
 class OptimConfig(Section):
@@ -228,7 +245,7 @@ class ActorCheckpointConfig(CheckpointConfig):
 
 
 class ActorConfig(Section):
-    strategy: Literal["fsdp2", "megatron"] = setting("fsdp2", "Training engine.", planned=("megatron",))
+    strategy: TrainEngineName = setting(DEFAULT_ENGINE, "Training engine.", planned=PLANNED_ENGINES)
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning rate schedule.")
     ppo_mini_batch_size: Count = setting(
         256, "Prompts per optimizer step over all ranks; each has rollout.n samples.", unit="prompts"

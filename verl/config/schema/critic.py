@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from verl.config.schema.actor import Aggregation, CheckpointConfig, FsdpConfig, OptimConfig, PeftConfig
+from verl.config.schema.actor import (
+    Aggregation,
+    CheckpointConfig,
+    FsdpConfig,
+    OptimConfig,
+    PeftConfig,
+    TrainEngineName,
+)
 from verl.config.schema.base import Count, Positive, Section, section, setting
 from verl.config.schema.conditions import OnlyIf
+from verl.config.train_engines import DEFAULT_ENGINE, PLANNED_ENGINES
 
 _DYNAMIC = (".use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz")
 _BY_TOKENS = OnlyIf(
@@ -30,7 +36,7 @@ class CriticConfig(Section):
     enable: bool | None = setting(
         None, "Train a critic; null: only with gae. For custom estimators that return (advantages, returns)."
     )
-    strategy: Literal["fsdp2", "megatron"] = setting("fsdp2", "Training engine.", planned=("megatron",))
+    strategy: TrainEngineName = setting(DEFAULT_ENGINE, "Training engine.", planned=PLANNED_ENGINES)
     model: CriticModelConfig = section(CriticModelConfig, "The value model.")
     optim: CriticOptimConfig = section(CriticOptimConfig, "Optimizer and learning rate schedule.")
     ppo_mini_batch_size: Count | None = setting(

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from verl.config.schema.actor import ActorCheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, PeftConfig
+from verl.config.schema.actor import (
+    ActorCheckpointConfig,
+    FsdpConfig,
+    ModelConfig,
+    OptimConfig,
+    PeftConfig,
+    TrainEngineName,
+)
 from verl.config.schema.base import Count, Interval, Positive, Section, section, setting
 from verl.config.schema.conditions import needs, needs_given, unless, unless_given
 from verl.config.schema.trainer import RayConfig, RunConfig
+from verl.config.train_engines import DEFAULT_ENGINE, PLANNED_ENGINES
 
 _NO_CONVERSATIONS = unless_given(".messages_key", ", and its conversations are used instead")
 
@@ -60,6 +68,7 @@ class SftDataConfig(Section):
 
 
 class SftModelConfig(ModelConfig):
+    strategy: TrainEngineName = setting(DEFAULT_ENGINE, "Training engine.", planned=PLANNED_ENGINES)
     ulysses_sequence_parallel_size: Count = setting(
         1, "Ranks that share the tokens of every sequence, for long ones; they must divide the attention heads."
     )

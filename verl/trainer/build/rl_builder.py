@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from verl.cluster.device_pool import DevicePool
 from verl.cluster.hangs.pending_calls import MARGIN_S
 from verl.config.batch_sizes import (
-    count_data_ranks,
     count_engine_devices,
     count_rollout_devices,
     count_total_steps,
@@ -136,7 +135,7 @@ class RLBuilder(RunBuilder[Config]):
         episodes = self.build_episode_client(data, episode_pool, supervisor)
         trainer = RLTrainer(
             self.build_buffer(episodes, stream),
-            build_planner(self.config, count_data_ranks(self.config)),
+            build_planner(self.config, policy.layout.data_size),
             policy,
             self.build_weight_sync(policy, data, supervisor),
             episodes,

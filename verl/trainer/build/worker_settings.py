@@ -28,10 +28,12 @@ from verl.config.features import (
     uses_reference,
     uses_reward_function,
 )
-from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig, RefConfig
+from verl.config.schema.actor import ActorConfig, OptimConfig, PeftConfig, RefConfig
+from verl.config.schema.critic import CriticConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import Config
-from verl.config.schema.sft import SftConfig
+from verl.config.schema.sft import SftConfig, SftModelConfig
+from verl.config.train_engines import get_train_engine
 from verl.data.micro_batches import MicroBatchLimit
 from verl.data.plan import Planner
 from verl.errors import ConfigError
@@ -39,7 +41,8 @@ from verl.memory_plan.out_of_memory import rl_memory_advice
 from verl.rollout.vllm.checks import LORA_RANKS
 from verl.trainer.build.algorithm_settings import algorithm_settings
 from verl.trainer.build.reward_settings import reward_components, reward_pool_settings
-from verl.training.settings import FsdpSettings, LoraSettings, Schedule
+from verl.training.registry import get_settings_class
+from verl.training.settings import EngineSettings, LoraSettings, Schedule, resolve_dtype
 from verl.weights.sync import TOLERANCES
 from verl.workers.episodes import DatasetSettings, EpisodeSettings
 from verl.workers.rewards import RewardModelSettings
@@ -103,17 +106,17 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     )
 
 
-def _policy_settings(config: Config, device: str) -> tuple[FsdpSettings, FsdpSettings]:
+def _policy_settings(config: Config, device: str) -> tuple[EngineSettings, EngineSettings]:
     """Return the settings of the policy, without its optimizer, and of a reference of the same model."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     base = replace(
-        fsdp_settings(model.path, actor.fsdp_config, device),
+        model_settings(actor, model.path, device),
         temperature=config.actor_rollout_ref.rollout.temperature,
         trust_remote_code=model.trust_remote_code,
         fp32_lm_head=model.fp32_lm_head,
         compile=actor.use_torch_compile and device != "cpu",
         logprob_chunk=model.logprob_chunk_size,
-        share_prompts=actor.use_prefix_grouper,
+        shared_prompts=actor.use_prefix_grouper,
         sequence_parallel_size=actor.ulysses_sequence_parallel_size,
     )
     trained = replace(
@@ -123,17 +126,11 @@ def _policy_settings(config: Config, device: str) -> tuple[FsdpSettings, FsdpSet
         max_skipped_steps=config.trainer.faults.max_skipped_steps,
         gradient_checkpointing=model.enable_gradient_checkpointing,
     )
-    frozen = replace(
-        base,
-        trainable=False,
-        param_offload=device != "cpu" and config.actor_rollout_ref.ref.fsdp_config.param_offload,
-        optimizer_offload=False,
-        offload_policy=False,
-    )
-    return trained, frozen
+    offloads = device != "cpu" and config.actor_rollout_ref.ref.fsdp_config.param_offload
+    return trained, base.freeze(param_offload=offloads)
 
 
-def _teacher_settings(config: Config, frozen: FsdpSettings) -> FsdpSettings:
+def _teacher_settings(config: Config, frozen: EngineSettings) -> EngineSettings:
     """Return the settings of the teacher, stored in the data type in which it computes since it is never updated."""
     teacher = config.distillation.teacher
     assert teacher.path is not None
@@ -141,17 +138,17 @@ def _teacher_settings(config: Config, frozen: FsdpSettings) -> FsdpSettings:
         frozen,
         model_path=teacher.path,
         role="teacher",
-        expert_parallel_size=1,  # it may be no mixture
+        expert_parallel_size=1,  # the model may not be an MoE
         param_dtype=frozen.compute_dtype,
         stochastic_rounding=False,
         param_offload=frozen.device != "cpu" and teacher.param_offload,
     )
 
 
-def _critic_settings(config: Config, total_steps: int, device: str) -> FsdpSettings:
+def _critic_settings(config: Config, total_steps: int, device: str) -> EngineSettings:
     model, critic = config.actor_rollout_ref.model, config.critic
     settings = replace(
-        fsdp_settings(critic.model.path or model.path, critic.fsdp_config, device),
+        model_settings(critic, critic.model.path or model.path, device),
         head="value",
         role="critic",
         lora=lora_settings(critic.peft, config.trainer.seed),
@@ -160,28 +157,16 @@ def _critic_settings(config: Config, total_steps: int, device: str) -> FsdpSetti
         gradient_checkpointing=critic.model.enable_gradient_checkpointing,
         temperature=config.actor_rollout_ref.rollout.temperature,
         trust_remote_code=model.trust_remote_code,
-        share_prompts=config.actor_rollout_ref.actor.use_prefix_grouper,
+        shared_prompts=config.actor_rollout_ref.actor.use_prefix_grouper,
         sequence_parallel_size=config.actor_rollout_ref.actor.ulysses_sequence_parallel_size,
     )
     return with_optimizer(settings, "critic.optim", critic.optim, total_steps)
 
 
-def fsdp_settings(model_path: str, fsdp: FsdpConfig, device: str) -> FsdpSettings:
-    """Return the data types and the sharding of a model. Offloading is only for devices other than the CPU."""
-    can_offload, policy = device != "cpu", fsdp.offload_policy
-    return FsdpSettings(
-        model_path,
-        device=device,
-        param_dtype=fsdp.model_dtype,
-        stochastic_rounding=fsdp.stochastic_rounding,
-        compute_dtype=_dtype(fsdp.dtype, device),
-        fsdp_size=fsdp.fsdp_size,
-        expert_parallel_size=fsdp.expert_parallel_size,
-        reshard_after_forward=fsdp.reshard_after_forward,
-        param_offload=can_offload and fsdp.param_offload and not policy,
-        optimizer_offload=can_offload and fsdp.optimizer_offload and not policy,
-        offload_policy=can_offload and policy,
-    )
+def model_settings(owner: ActorConfig | CriticConfig | SftModelConfig, path: str, device: str) -> EngineSettings:
+    """Return the data types and the sharding of a model from the section of its training engine."""
+    section = getattr(owner, get_train_engine(owner.strategy).section)
+    return get_settings_class(owner.strategy).from_section(section, path, device)
 
 
 def lora_settings(peft: PeftConfig, seed: int, path: str | None = None) -> LoraSettings | None:
@@ -197,7 +182,7 @@ def _contents(actor: Sequence[str], critic: Sequence[str]) -> dict[str, Sequence
     return {"actor": actor, "critic": critic, "process": actor, "reference": actor}
 
 
-def with_optimizer(settings: FsdpSettings, section: str, optim: OptimConfig, steps: int) -> FsdpSettings:
+def with_optimizer(settings: EngineSettings, section: str, optim: OptimConfig, steps: int) -> EngineSettings:
     """Add the optimizer and its schedule over `steps` steps; `section` is the name of its settings, for messages."""
     warmup = optim.lr_warmup_steps
     warmup = round(optim.lr_warmup_steps_ratio * steps) if warmup is None else warmup
@@ -230,7 +215,7 @@ def build_planner(config: Config, ranks: int) -> Planner:
         shuffle_seed=config.trainer.seed if actor.shuffle else None,
         critic=get_critic_batch_sizes(config) if uses_critic(config) else None,
         components=list(reward_components(config)),
-        share_prompts=actor.use_prefix_grouper,
+        shared_prompts=actor.use_prefix_grouper,
     )
 
 
@@ -261,7 +246,7 @@ def reward_model_settings(config: Config, device: str, index: int) -> RewardMode
         model_path=model.model_path,
         batch=model.micro_batch_size_per_gpu,
         deadline_s=config.reward.deadline_s,
-        dtype=_dtype("auto", device),
+        dtype=resolve_dtype("auto", device),
         device=device,
         trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
         memory_fraction=model.rollout.gpu_memory_utilization,
@@ -322,7 +307,8 @@ def _engine_adapter(config: Config) -> dict[str, Any]:
 
 def compute_dtype(config: Config, device: str) -> str:
     """Return the data type in which the policy computes."""
-    return _dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device)
+    actor = config.actor_rollout_ref.actor
+    return resolve_dtype(getattr(actor, get_train_engine(actor.strategy).section).dtype, device)
 
 
 def rollout_dtype(config: Config, device: str) -> str:
@@ -343,7 +329,3 @@ def transport_name(config: Config) -> str:
     """Return how weights are sent to the engines."""
     wanted = config.actor_rollout_ref.rollout.weight_transport
     return "host" if wanted == "auto" else wanted
-
-
-def _dtype(wanted: str, device: str) -> str:
-    return wanted if wanted != "auto" else ("float32" if device == "cpu" else "bfloat16")

@@ -22,44 +22,48 @@ from torch.distributed.tensor import DTensor
 
 from verl.algorithms.aggregate import Totals, count_totals
 from verl.algorithms.objective import ModelOutput, ValueOutput, weigh_branches
-from verl.checkpoint.adapter import is_adapter, merge_adapter, original_name, peft_name
+from verl.checkpoint.adapter import check_base, is_adapter, merge_adapter, original_name, peft_name
 from verl.data.flat_batch import FlatBatch
 from verl.errors import DivergenceError, EngineError
-from verl.training.engine import Loss
+from verl.training.engine import KLTarget, Loss, TrainEngine
 from verl.training.fsdp.divergence import compute_norm, describe_nonfinite, make_probe
-from verl.training.fsdp.local_shards import find_plain_names, iter_parts
-from verl.training.fsdp.lora import check_base, describe_adapter, disable_adapter, is_trainable
+from verl.training.fsdp.local_shards import find_plain_names, iter_shards
+from verl.training.fsdp.lora import describe_adapter, disable_adapter, is_trainable
 from verl.training.fsdp.model import PackedCausalLM, PackedValueModel
 from verl.training.fsdp.model_loader import load_model
 from verl.training.fsdp.offload import Offloader, copy_to_host, iter_moments
 from verl.training.fsdp.routing import control_routing
 from verl.training.fsdp.sequence_parallel import build_sequence_group
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.sharding import group_by_mesh, parse_dtype, shard_model
 from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.training.kernels.logprobs import LastLayer, compiled_kernels
 from verl.training.metric_sums import MetricSums
 from verl.training.optim.optimizers import LossScaler, build_optimizer, optimizer_options
+from verl.training.process_group import check_divides
 from verl.training.profiler import span
 from verl.training.random_state import get_random_state, set_random_state
-from verl.training.settings import FsdpSettings
-from verl.weights.bucket import WeightPart, to_hf
+from verl.types import LocalShard
+from verl.weights.bucket import to_hf
 
 
-class FsdpEngine:
+class FsdpEngine(TrainEngine[Any]):
     """A `TrainEngine` on the default process group, one rank per process; see `verl.training.process_group`.
 
     Depending on `settings.head` it is a `TrainEngine[ModelOutput]` or a `TrainEngine[ValueOutput]`. `load` builds the
     model; tests that measure memory replace it, because they have no weights.
     """
 
+    settings: FsdpSettings
+
     def __init__(
         self, settings: FsdpSettings, load: Callable[..., PackedCausalLM | PackedValueModel] = load_model
     ) -> None:
         if not dist.is_initialized():
-            raise EngineError("FsdpEngine: this process is in no process group; call init_process_group(...) first")
+            raise EngineError("FsdpEngine: this process has no process group; call init_process_group(...) first")
+        check_divides("ulysses_sequence_parallel_size", settings.sequence_parallel_size, dist.get_world_size())
         self.settings = settings
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.data_rank = self.rank // settings.sequence_parallel_size
+        self.rank, self.layout = dist.get_rank(), settings.layout(dist.get_world_size())
         self.device = torch.device(settings.device)
         self.schedule = settings.schedule
         self.step = 0
@@ -74,7 +78,7 @@ class FsdpEngine:
             lora=settings.lora,
             shard=partial(shard_model, settings=settings, world_size=self.world_size),
             compute_dtype=parse_dtype(settings.compute_dtype),
-            share_prompts=settings.share_prompts,
+            shared_prompts=settings.shared_prompts,
         )
         config = self.model.backbone.config.get_text_config()
         self.model.sequence_group = group = build_sequence_group(settings, self.world_size, config)
@@ -86,7 +90,7 @@ class FsdpEngine:
         self._scaler = LossScaler(settings.compute_dtype)
         self._metrics = MetricSums()
         self._skipped_steps = 0  # in a row
-        self.notes = [self.model.note] if self.model.note and self.world_size > 1 else []  # for the user
+        self.notes: list[str] = [self.model.note] if self.model.note and self.world_size > 1 else []
         if settings.compile and isinstance(self.model, PackedCausalLM):
             self._compile(self.model)
         self._weights = Offloader(self.model.parameters, active=settings.param_offload)
@@ -106,25 +110,25 @@ class FsdpEngine:
         micro_batches: Sequence[FlatBatch],
         *,
         temperature: float | None = None,
-        reference: Any = None,
+        reference: KLTarget | None = None,
         with_squares: bool = False,
     ) -> list[Any]:
         self.model.eval()
-        outputs, flags = [], {"with_squares": True} if with_squares else {}
+        outputs = []
         with self._weights.on_device(), torch.no_grad():
             for batch in micro_batches:
-                output = self._run(batch, temperature, reference, **flags)
+                output = self._run(batch, temperature, reference, with_squares=with_squares)
                 if self._routing is not None and isinstance(output, ModelOutput):
                     output = output._replace(routed_experts=self._routing.recorded())
                 size = batch.num_tokens
                 columns: list[Any] = [None if values is None else values[:size].cpu() for values in output]
                 outputs.append(type(output)(*columns))
-            self.reshard()
+            self.release()
         if reference is not None:
-            reference.reshard()
+            reference.release()
         return outputs
 
-    def reshard(self) -> None:
+    def release(self) -> None:
         """Free gathered parameters after forward passes without a backward; else modules would miss later updates."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -132,7 +136,12 @@ class FsdpEngine:
         self._weights.offload()
 
     def update(
-        self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None, teacher: Any = None
+        self,
+        micro_batches: Sequence[FlatBatch],
+        loss: Loss[Any],
+        *,
+        reference: KLTarget | None = None,
+        teacher: KLTarget | None = None,
     ) -> dict[str, float]:
         if self.optimizer is None:
             raise EngineError(f"{self.settings.model_path}: cannot update a model with trainable=False")
@@ -147,7 +156,7 @@ class FsdpEngine:
                     shares[name] = shares.get(name, 0.0) + value.detach()
             for frozen in (reference, teacher):
                 if frozen is not None:
-                    frozen.reshard()
+                    frozen.release()
             norm, has_stepped = self._step(lr, has_tokens=totals.tokens > 0)
         role = self.settings.role
         metrics = {
@@ -162,12 +171,6 @@ class FsdpEngine:
     def advance_schedule(self) -> None:
         self.step += 1
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """All-gather rows [n, k], n differing by rank -> [N, k] on the CPU."""
-        parts = [rows] * self.world_size
-        dist.all_gather_object(parts, rows.cpu().clone())  # a view would be sent with its whole storage
-        return torch.cat(parts[:: self.settings.sequence_parallel_size])
-
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights with their Hugging Face names; an adapter is merged into them."""
         weights = self._gather_weights(lambda name: True, dtype)
@@ -176,16 +179,16 @@ class FsdpEngine:
             weights = ((name, weight.to(dtype or weight.dtype)) for name, weight in adapted)
         return to_hf(self.model.hf, weights) if isinstance(self.model, PackedCausalLM) else weights
 
-    def weight_parts(self, dtype: torch.dtype) -> Iterator[tuple[str, WeightPart]] | None:
-        """Return what `weights` yields, each as the part that this rank has; None if a weight is not made of parts.
+    def local_shards(self, dtype: torch.dtype) -> Iterator[tuple[str, LocalShard]] | None:
+        """Return the shard that this rank has of each weight.
 
-        Such as one with an adapter, or experts, which transformers stacks in one parameter.
+        None with an adapter, or with experts: transformers stacks those of a layer in one parameter.
         """
-        return None if self._plain_names is None else self._take_parts(self._plain_names, dtype)
+        return None if self._plain_names is None else self._iter_shards(self._plain_names, dtype)
 
-    def _take_parts(self, names: Mapping[str, str], dtype: torch.dtype) -> Iterator[tuple[str, WeightPart]]:
+    def _iter_shards(self, names: Mapping[str, str], dtype: torch.dtype) -> Iterator[tuple[str, LocalShard]]:
         with self._weights.on_device():
-            yield from iter_parts(self.model.hf, names, dtype)
+            yield from iter_shards(self.model.hf, names, dtype)
 
     @cached_property
     def _plain_names(self) -> dict[str, str] | None:
@@ -221,7 +224,8 @@ class FsdpEngine:
                     full = local.full_tensor() if isinstance(local, DTensor) else local
                     yield name, full.clone() if self._weights.active else full  # on one rank it may be the shard
 
-    def copy_weights_from(self, other: Any, ratio: float = 1.0) -> None:
+    def copy_weights_from(self, other: TrainEngine[Any], ratio: float = 1.0) -> None:
+        assert isinstance(other, FsdpEngine)
         source = dict(other.model.named_parameters())
         with torch.no_grad(), self._weights.on_device(), other._weights.on_device():
             for name, parameter in self.model.named_parameters():
@@ -281,25 +285,33 @@ class FsdpEngine:
             set_random_state(random_state, self.device)
 
     def last_layer(self, batch: FlatBatch) -> LastLayer:
-        """Return the last layer, for the KL of another model to this one. Its weight stays gathered until `reshard`."""
+        """Return the last layer, for the KL of another model to this one. Its weight stays gathered until `release`."""
         self.model.eval()
         self._weights.load()
         with torch.no_grad():
             return cast(LastLayer, self._call(batch, 1.0, return_hidden=True))
+
+    def without_adapter(self) -> BaseModelReference:
+        return BaseModelReference(self)
 
     @span("forward")
     def _run(
         self,
         batch: FlatBatch,
         temperature: float | None = None,
-        reference: Any = None,
-        teacher: Any = None,
-        **flags: bool,
+        reference: KLTarget | None = None,
+        teacher: KLTarget | None = None,
+        *,
+        with_squares: bool = False,
     ) -> ModelOutput | ValueOutput:
         temperature = self.settings.temperature if temperature is None else temperature
         others = {"reference": reference, "teacher": teacher}
-        options = {name: engine.last_layer(batch) for name, engine in others.items() if engine is not None}
-        return cast(ModelOutput | ValueOutput, self._call(batch, temperature, **options, **flags))
+        options: dict[str, Any] = {
+            name: engine.last_layer(batch) for name, engine in others.items() if engine is not None
+        }
+        if with_squares:  # a critic has no such option
+            options["with_squares"] = True
+        return cast(ModelOutput | ValueOutput, self._call(batch, temperature, **options))
 
     def _call(self, batch: FlatBatch, temperature: float, **options: Any) -> ModelOutput | ValueOutput | LastLayer:
         """Call the model. An empty batch runs a dummy token, so that every rank takes part in the collectives."""
@@ -307,7 +319,7 @@ class FsdpEngine:
         if batch.num_tokens == 0:
             batch = FlatBatch(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.bool))
         lengths = batch.lengths.tolist()
-        shared = find_shared_prompts(batch) if self.settings.share_prompts else None
+        shared = find_shared_prompts(batch) if self.settings.shared_prompts else None
         batch, shared = batch.to(self.device), None if shared is None else shared.to(self.device)
         if self._routing is not None:
             scale = self.world_size * self._scaler.scale
@@ -315,7 +327,12 @@ class FsdpEngine:
         return self.model(batch.tokens, batch.positions, batch.mask, lengths, temperature, shared, **options)
 
     def _backward(
-        self, batch: FlatBatch, loss: Loss[Any], totals: Totals, reference: Any, teacher: Any
+        self,
+        batch: FlatBatch,
+        loss: Loss[Any],
+        totals: Totals,
+        reference: KLTarget | None,
+        teacher: KLTarget | None,
     ) -> dict[str, Tensor]:
         output = self._run(batch, reference=reference, teacher=teacher)
         if batch.num_tokens == 0:
@@ -323,7 +340,7 @@ class FsdpEngine:
             torch.cat([values for values in output if values is not None]).sum().backward()
             return {}
         share, metrics = loss(output, batch.to(self.device), totals)
-        metrics = {name: value / self.settings.sequence_parallel_size for name, value in metrics.items()}
+        metrics = {name: value / self.layout.group_size for name, value in metrics.items()}
         with span("backward"):  # FSDP averages over ranks, but shares must be summed
             (share * self.world_size * self._scaler.scale).backward()
         return metrics if self._routing is None else {**metrics, **self._routing.metrics()}
@@ -332,7 +349,7 @@ class FsdpEngine:
         parts = [count_totals(batch.mask, batch.offsets, weigh_branches(batch)) for batch in micro_batches]
         counts = torch.tensor([sum(t.tokens for t in parts), sum(t.sequences for t in parts)], dtype=torch.float64)
         dist.all_reduce(counts)
-        counts /= self.settings.sequence_parallel_size  # ranks that have the same batches
+        counts /= self.layout.group_size  # ranks that have the same batches
         return Totals(tokens=float(counts[0]), sequences=float(counts[1]))
 
     @span("optimizer step")
@@ -357,7 +374,6 @@ class FsdpEngine:
         return norm, should_step
 
     def find_divergence(self) -> str:
-        """Return what is not finite: weights, or the gradient of a probe; empty if training can continue."""
         with self._weights.on_device():
             problem = describe_nonfinite(self.model.named_parameters())
             if problem or self.optimizer is None:
@@ -388,7 +404,6 @@ class BaseModelReference:
 
     def __init__(self, engine: FsdpEngine) -> None:
         self._engine = engine
-        self.rank, self.data_rank, self.world_size = engine.rank, engine.data_rank, engine.world_size
 
     def forward(self, micro_batches: Sequence[FlatBatch], **options: Any) -> list[ModelOutput]:
         own = [batch.with_(routed_experts=None) for batch in micro_batches]  # it chooses its own experts
@@ -403,11 +418,8 @@ class BaseModelReference:
         self._engine.model.train(training)
         return layer
 
-    def reshard(self) -> None:
-        self._engine.reshard()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Do nothing: its weights are those of the model's path."""
+    def release(self) -> None:
+        self._engine.release()
 
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

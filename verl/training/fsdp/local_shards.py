@@ -1,8 +1,9 @@
-"""The part of every weight that a rank has, for buckets that all ranks of a machine write together."""
+"""The shard of every weight that a rank has, for buckets that all ranks of a machine write together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from verl.checkpoint.save import get_local_part
-from verl.weights.bucket import WeightPart, to_hf
+from verl.checkpoint.save import get_local_shard
+from verl.types import LocalShard
+from verl.weights.bucket import to_hf
 
 
 def find_plain_names(hf: PreTrainedModel) -> dict[str, str] | None:
@@ -26,14 +28,14 @@ def find_plain_names(hf: PreTrainedModel) -> dict[str, str] | None:
     return names
 
 
-def iter_parts(model: nn.Module, names: Mapping[str, str], dtype: torch.dtype) -> Iterator[tuple[str, WeightPart]]:
-    """Yield the part of each weight that this rank has to write, by its name in a checkpoint.
+def iter_shards(model: nn.Module, names: Mapping[str, str], dtype: torch.dtype) -> Iterator[tuple[str, LocalShard]]:
+    """Yield the shard of each weight that this rank has to write, by its name in a checkpoint.
 
     Layers first, embeddings last: a large weight in the first bucket would keep the engines waiting.
     """
     for name, parameter in reversed(list(model.named_parameters())):
-        local, offsets = get_local_part(parameter)
-        yield names[name], WeightPart(local if _is_writer(parameter) else None, offsets, tuple(parameter.shape), dtype)
+        shard = get_local_shard(parameter)
+        yield names[name], replace(shard, tensor=shard.tensor if _is_writer(parameter) else None, dtype=dtype)
 
 
 def _is_same(stored: Tensor, whole: Tensor) -> bool:
@@ -50,7 +52,7 @@ def _is_in_rows(parameter: Tensor) -> bool:
 
 
 def _is_writer(parameter: Tensor) -> bool:
-    """Whether this rank is the first of those that have the same part."""
+    """Whether this rank is the first of those that have the same shard."""
     if not isinstance(parameter, DTensor):
         return dist.get_rank() == 0
     coordinate = parameter.device_mesh.get_coordinate()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from verl.checkpoint.adapter import NAME, adapter_config, is_adapter, peft_name
-from verl.errors import CheckpointError, EngineError
+from verl.errors import EngineError
 from verl.installation import format_install_hint
 from verl.models.hub import local_path
 from verl.models.model_folder import ADAPTER_WEIGHTS, read_header
@@ -137,24 +137,6 @@ def describe_adapter(model: PackedModel, settings: LoraSettings, path: str) -> d
     targets = suffixes if adapted == matching else adapted
     config = adapter_config(base=path, rank=settings.rank, alpha=settings.alpha, targets=targets)
     return {"fingerprint": fingerprint(path), "adapter": json.dumps(config)}
-
-
-def check_base(current: Mapping[str, str], saved: Mapping[str, str]) -> None:
-    """Raise a `CheckpointError` if a saved adapter was trained on other weights, or has another shape or scale."""
-    config, other = json.loads(current["adapter"]), json.loads(saved["adapter"])
-    if current["fingerprint"] != saved["fingerprint"]:
-        raise CheckpointError(
-            f"the adapter in the checkpoint belongs to other weights ({other['base_model_name_or_path']} when it was "
-            f"saved) than {config['base_model_name_or_path']}; set the model's path to the former, or start over with "
-            "trainer.resume_mode=disable"
-        )
-    for setting, key in {"lora_rank": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}.items():
-        if config[key] != other[key]:
-            value = str(other[key]).replace(" ", "").replace("'", "")
-            raise CheckpointError(
-                f"peft.{setting}: is {config[key]}, but the adapter in the checkpoint was trained with {other[key]}; "
-                f"set peft.{setting}={value}, or start over with trainer.resume_mode=disable"
-            )
 
 
 def fingerprint(path: str) -> str:

@@ -59,7 +59,7 @@ def load_model(
     lora: LoraSettings | None = None,
     shard: Callable[[PackedModel], torch.device] = lambda model: HOST,
     compute_dtype: torch.dtype | None = None,
-    share_prompts: bool = False,
+    shared_prompts: bool = False,
 ) -> PackedCausalLM | PackedValueModel:
     """Load a model and verify that packing does not change its results, both on all ranks together.
 
@@ -93,7 +93,7 @@ def load_model(
         if name in pending:
             fill(parameter, sources[pending[name]])
     _enable_packing(model, path, device, compute_dtype or dtype)
-    if share_prompts:
+    if shared_prompts:
         check_shared_prompts(model, path, device, compute_dtype or dtype)
     for module in model.modules():
         if isinstance(module, FSDPModule):

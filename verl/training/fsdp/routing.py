@@ -15,11 +15,11 @@ from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.fsdp.sequence_parallel import SequenceGroup
 from verl.training.fsdp.shared_prompts import SharedPrompts
-from verl.training.settings import FsdpSettings
+from verl.training.settings import EngineSettings
 
 
 def control_routing(
-    layers: Sequence[nn.Module], settings: FsdpSettings, group: SequenceGroup | None = None
+    layers: Sequence[nn.Module], settings: EngineSettings, group: SequenceGroup | None = None
 ) -> MixtureRouting | None:
     """Return the control of a model's routers; None if the settings need none."""
     if not settings.router_replay and not settings.router_aux_loss_coef:

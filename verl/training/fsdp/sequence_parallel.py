@@ -20,14 +20,12 @@ from transformers import PreTrainedConfig
 
 from verl.errors import EngineError
 from verl.training.kernels.collectives import all_to_all, sum_shares
-from verl.training.process_group import check_divides
-from verl.training.settings import FsdpSettings
+from verl.training.settings import EngineSettings
 
 
-def build_sequence_group(settings: FsdpSettings, world_size: int, config: PreTrainedConfig) -> SequenceGroup | None:
+def build_sequence_group(settings: EngineSettings, world_size: int, config: PreTrainedConfig) -> SequenceGroup | None:
     """Return the group of this rank, of adjacent ranks; None if every rank has whole sequences. Collective."""
     size = settings.sequence_parallel_size
-    check_divides("ulysses_sequence_parallel_size", size, world_size)
     if size == 1:
         return None
     if config.num_attention_heads % size:

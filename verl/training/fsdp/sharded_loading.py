@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
 
-from verl.checkpoint.save import get_local_part
+from verl.checkpoint.save import get_local_shard
 from verl.errors import EngineError
 from verl.models.hub import find_file, find_weights
 from verl.models.model_folder import ADAPTER_CONFIG
@@ -160,7 +160,9 @@ def cut_rows(sources: list[StoredTensor], shape: tuple[int, ...], start: int, st
 @torch.no_grad()
 def fill(tensor: Tensor, sources: list[StoredTensor]) -> None:
     """Read this rank's rows of a parameter or buffer. Files are mapped only as long as one tensor needs them."""
-    local, offsets = get_local_part(tensor)
+    shard = get_local_shard(tensor)
+    local, offsets = shard.tensor, shard.offsets
+    assert local is not None
     if tuple(local.shape[1:]) != tuple(tensor.shape[1:]):
         raise EngineError(f"{sources[0].key}: only sharding of the first dimension can be filled from files")
     start, stop = (offsets[0], offsets[0] + len(local)) if local.ndim else (0, 1)

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from verl.errors import EngineError
 from verl.training.fsdp.expert_parallel import distribute_experts
 from verl.training.fsdp.model import PackedModel
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import check_divides
-from verl.training.settings import FsdpSettings
 
 
 def shard_model(model: PackedModel, settings: FsdpSettings, world_size: int) -> torch.device:

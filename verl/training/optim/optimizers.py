@@ -11,10 +11,10 @@ from verl.training.fsdp.model import PackedModel
 from verl.training.fsdp.sharding import group_by_mesh
 from verl.training.optim.low_precision import LowPrecisionAdamW
 from verl.training.optim.muon import Muon
-from verl.training.settings import FsdpSettings
+from verl.training.settings import EngineSettings
 
 
-def build_optimizer(model: PackedModel, settings: FsdpSettings) -> torch.optim.Optimizer:
+def build_optimizer(model: PackedModel, settings: EngineSettings) -> torch.optim.Optimizer:
     """Return the optimizer of the trainable parameters."""
     options = optimizer_options(settings)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -48,7 +48,7 @@ def _hidden_matrices(model: PackedModel) -> set[Tensor]:
     }
 
 
-def optimizer_options(settings: FsdpSettings) -> dict[str, Any]:
+def optimizer_options(settings: EngineSettings) -> dict[str, Any]:
     """Return the options of the optimizer that are settings."""
     return {
         "lr": settings.schedule.lr,

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from verl.algorithms.objective import ModelOutput
 from verl.data.flat_batch import FlatBatch
+from verl.training.engine import KLTarget, ReferenceEngine
+from verl.training.kernels.logprobs import LastLayer
 
 
 class TeacherEngine:
@@ -18,9 +20,8 @@ class TeacherEngine:
     of the last layer are in their order.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: ReferenceEngine[ModelOutput]) -> None:
         self._engine = engine
-        self.rank, self.data_rank, self.world_size = engine.rank, engine.data_rank, engine.world_size
 
     def forward(self, micro_batches: Sequence[FlatBatch], **options: Any) -> list[ModelOutput]:
         read = [get_teacher_batch(batch) for batch in micro_batches]
@@ -33,26 +34,26 @@ class TeacherEngine:
             moved.append(ModelOutput(*columns))
         return moved
 
-    def last_layer(self, batch: FlatBatch) -> Any:
+    def last_layer(self, batch: FlatBatch) -> LastLayer:
         """Return the last layer at the generated tokens of the batch, for the exact KL."""
         return self._engine.last_layer(get_teacher_batch(batch))
 
-    def reshard(self) -> None:
-        self._engine.reshard()
+    def release(self) -> None:
+        self._engine.release()
 
 
 class FlooredTeacher:
     """A teacher for the exact KL whose log-probs below `floor` count as `floor`, as do those of the policy."""
 
-    def __init__(self, engine: Any, floor: float) -> None:
+    def __init__(self, engine: KLTarget, floor: float) -> None:
         self._engine, self._floor = engine, floor
 
-    def last_layer(self, batch: FlatBatch) -> Any:
+    def last_layer(self, batch: FlatBatch) -> LastLayer:
         """Return the last layer of the teacher, with the floor."""
         return self._engine.last_layer(batch)._replace(floor=self._floor)
 
-    def reshard(self) -> None:
-        self._engine.reshard()
+    def release(self) -> None:
+        self._engine.release()
 
 
 def get_teacher_batch(batch: FlatBatch) -> FlatBatch:

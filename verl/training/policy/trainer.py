@@ -39,7 +39,7 @@ from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import RaggedIndices, RankPlan
 from verl.errors import ConfigError
-from verl.training.engine import TrainEngine, select_contents
+from verl.training.engine import KLTarget, ReferenceEngine, TrainEngine, select_contents
 from verl.training.policy.teacher import FlooredTeacher
 from verl.training.profiler import span
 from verl.types import Sample
@@ -52,7 +52,9 @@ class PrimeRewardModel:
     the probability of being correct; scores outside are clamped.
     """
 
-    def __init__(self, model: TrainEngine[ModelOutput], reference: TrainEngine[ModelOutput], *, beta: float) -> None:
+    def __init__(
+        self, model: TrainEngine[ModelOutput], reference: ReferenceEngine[ModelOutput], *, beta: float
+    ) -> None:
         self.model, self._reference, self._beta = model, reference, beta
         self._objective = OutcomeObjective(beta)
 
@@ -88,10 +90,10 @@ class PolicyTrainer:
         actor: TrainEngine[ModelOutput],
         algorithm: AlgorithmSettings | None = None,
         *,
-        reference: TrainEngine[ModelOutput] | None = None,
+        reference: ReferenceEngine[ModelOutput] | None = None,
         critic: TrainEngine[ValueOutput] | None = None,
         prime: PrimeRewardModel | None = None,
-        teacher: TrainEngine[ModelOutput] | None = None,
+        teacher: ReferenceEngine[ModelOutput] | None = None,
     ) -> None:
         self.actor, self.reference, self.critic, self.prime, self.teacher = actor, reference, critic, prime, teacher
         self.algorithm = algorithm = algorithm or AlgorithmSettings()
@@ -134,7 +136,7 @@ class PolicyTrainer:
             self.actor.advance_schedule()
         self._steps += 1
         every = self.algorithm.ref_update_freq
-        if self.reference is not None and every > 0 and self._steps % every == 0:
+        if isinstance(self.reference, TrainEngine) and every > 0 and self._steps % every == 0:
             self.reference.copy_weights_from(self.actor, self.algorithm.ref_update_ratio)
         self._batch = FlatBatch.empty()
         return metrics
@@ -154,8 +156,7 @@ class PolicyTrainer:
 
         `contents` names what to save per folder (model, optimizer, extra); everything for folders that it lacks.
         """
-        frozen = {"reference"} if self.algorithm.ref_update_freq <= 0 else set()
-        states = {folder: engine.state() for folder, engine in self.engines().items() if folder not in frozen}
+        states = {folder: engine.state() for folder, engine in self.engines().items()}
         beta = 0.0 if self._reward_kl is None else self._reward_kl.beta
         states["actor"] = {**states["actor"], "policy": {"steps": self._steps, "kl_beta": beta}}
         return select_contents(states, contents)
@@ -170,10 +171,11 @@ class PolicyTrainer:
             engine.load_state(states.get(folder, {}))
 
     def engines(self) -> dict[str, TrainEngine[Any]]:
-        """Return the engines by their folder in a checkpoint."""
+        """Return the engines whose weights change, by their folder in a checkpoint."""
         prime = None if self.prime is None else self.prime.model
-        engines = {"actor": self.actor, "critic": self.critic, "process": prime, "reference": self.reference}
-        return {folder: engine for folder, engine in engines.items() if engine is not None}
+        reference = self.reference if self.algorithm.ref_update_freq > 0 else None
+        engines = {"actor": self.actor, "critic": self.critic, "process": prime, "reference": reference}
+        return {folder: engine for folder, engine in engines.items() if isinstance(engine, TrainEngine)}
 
     def _run_models(self, batch: FlatBatch, plan: RankPlan) -> tuple[FlatBatch, _ExtraOutputs]:
         """Add log-probs and values to a batch; also return what only the advantages need."""
@@ -341,9 +343,9 @@ class PolicyTrainer:
                 micro_batches, metrics = self._run_prepass(prepass, parts, plan, updated=not is_current)
                 yield update(micro_batches) | metrics
 
-    def _get_loss_teacher(self) -> Any:
+    def _get_loss_teacher(self) -> KLTarget | None:
         """Return the teacher whose exact KL is in the loss, if any."""
-        if not self._distills_in_loss or self.algorithm.distillation is None:
+        if not self._distills_in_loss or self.algorithm.distillation is None or self.teacher is None:
             return None
         floor = self.algorithm.distillation.log_prob_min_clamp
         return self.teacher if floor is None else FlooredTeacher(self.teacher, floor)
@@ -377,7 +379,7 @@ def load_functions(algorithm: AlgorithmSettings) -> tuple[Estimator, LossFunctio
         raise ConfigError([str(error)]) from error
 
 
-def _compute_logprobs(engine: TrainEngine[ModelOutput], batch: FlatBatch, cuts: RaggedIndices) -> Tensor:
+def _compute_logprobs(engine: ReferenceEngine[ModelOutput], batch: FlatBatch, cuts: RaggedIndices) -> Tensor:
     """Compute the log-probs [T] of a batch, one micro-batch after another."""
     return _restore_order(batch, cuts, [output.logprobs for output in engine.forward(batch.split(cuts))])
 

@@ -1,0 +1,82 @@
+"""The registry of training engines, and the check of settings against what an engine supports."""
+
+from __future__ import annotations
+
+import pytest
+
+import tests.toy_train_engine  # noqa: F401 - registers the engine `toy`
+from verl.config.checks.train_engine import find_conflicts
+from verl.config.load import load, load_sft
+from verl.config.train_engines import TrainEngineSpec, get_train_engine, list_train_engines, register_train_engine
+from verl.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+A = "actor_rollout_ref.actor"
+REQUIRED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=tiny", "trainer.n_gpus_per_node=1"]
+TOY = f"{A}.strategy=toy"
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        load([*REQUIRED, *overrides])
+    return raised.value.problems
+
+
+def test_a_registered_engine_is_a_valid_strategy() -> None:
+    [loaded] = load([*REQUIRED, TOY])
+    assert loaded.config.actor_rollout_ref.actor.strategy == "toy"
+    [loaded] = load_sft(["data.train_files=a.parquet", "model.path=tiny", "model.strategy=toy"], complete=False)
+    assert loaded.config.model.strategy == "toy"
+
+
+def test_an_unknown_engine_is_refused_with_the_name_that_is_close() -> None:
+    [problem] = problems(f"{A}.strategy=fsdp3")
+    assert problem.startswith(f"{A}.strategy: fsdp3 must be one of fsdp2, ")
+    assert problem.endswith(f"set {A}.strategy=fsdp2")
+
+
+def test_a_planned_engine_is_answered_as_not_supported_yet() -> None:
+    [problem] = problems(f"{A}.strategy=megatron")
+    assert "megatron is not supported yet" in problem
+
+
+def test_all_settings_that_an_engine_does_not_support_are_reported_at_once() -> None:
+    found = problems(
+        TOY,
+        f"{A}.peft.lora_rank=8",
+        f"{A}.optim.name=muon",
+        f"{A}.fsdp_config.model_dtype=bfloat16",
+        f"{A}.use_kl_loss=True",
+        f"{A}.kl_loss_type=full",
+        f"{A}.use_prefix_grouper=True",
+    )
+    keys = ["peft.lora_rank", "optim.name", "fsdp_config.model_dtype", "kl_loss_type", "use_prefix_grouper"]
+    assert [problem.split(":")[0] for problem in found] == [f"{A}.{key}" for key in keys]
+    assert found[0] == (
+        f"{A}.peft.lora_rank: 8 is not supported by the training engine toy; set {A}.peft.lora_rank=0, or "
+        f"{A}.strategy=fsdp2"
+    )
+
+
+def test_policy_and_critic_need_the_same_engine() -> None:
+    found = problems(TOY, "algorithm.adv_estimator=gae")
+    assert any(problem.startswith("critic.strategy: fsdp2 and") for problem in found)
+    found = problems(TOY, "critic.strategy=toy", "algorithm.adv_estimator=gae")
+    assert [problem.split(":")[0] for problem in found] == ["critic.enable"]
+
+
+def test_fsdp_supports_everything() -> None:
+    settings = [f"{A}.peft.lora_rank=8", f"{A}.fsdp_config.param_offload=True", "algorithm.adv_estimator=gae"]
+    [loaded] = load([*REQUIRED, *settings], complete=False)
+    assert list(find_conflicts(loaded.config)) == []
+
+
+def test_a_name_is_registered_once() -> None:
+    before = list_train_engines()
+    register_train_engine(get_train_engine("fsdp2"))
+    assert list_train_engines() == before
+    with pytest.raises(ValueError, match="'fsdp2' is registered already"):
+        register_train_engine(TrainEngineSpec("fsdp2", "other:Engine", "other:Settings"))
+    with pytest.raises(ValueError, match="teleportation are not capabilities"):
+        TrainEngineSpec("mine", "mine:Engine", "mine:Settings", frozenset({"teleportation"}))  # type: ignore[arg-type]
