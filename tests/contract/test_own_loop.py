@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rotation import rotate_rest
 from tiny import chat_tokenizer, tiny_family
 
 from verl.errors import ConfigError, DataError, EngineError, RewardError
@@ -38,7 +39,7 @@ def rollouts_of(model: transformers.PreTrainedModel, **more: Any) -> RolloutWork
     )
 
 
-@pytest.fixture(params=["Qwen2", "Qwen3-MoE"])
+@pytest.fixture(params=rotate_rest(5, ["Qwen2", "Qwen3-MoE"]))
 def model(request: pytest.FixtureRequest) -> transformers.PreTrainedModel:
     return model_of(request.param)
 

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from rotation import rotate_rest
 from tiny import tiny_qwen2
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
@@ -31,18 +32,21 @@ VOCABULARY = 64
 PROMPT = [5, 6, 7, 8]
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+def make_model(embeddings: str, folder: Path) -> PreTrainedModel:
     torch.manual_seed(0)
     config = tiny_qwen2(
         vocab_size=VOCABULARY,
         max_position_embeddings=128,
-        tie_word_embeddings=request.param == "tied",
+        tie_word_embeddings=embeddings == "tied",
         initializer_range=0.2,
     )
-    path = tmp_path_factory.mktemp("model")
-    Qwen2ForCausalLM(config).save_pretrained(path)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    return make_model(request.param, tmp_path_factory.mktemp("model"))
 
 
 VLLM: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 100}
@@ -219,20 +223,26 @@ ADAPTED: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.fixture(scope="module", params=rotate_rest(2, ["untied", "tied"]))
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    """The model of the adapters."""
+    return make_model(request.param, tmp_path_factory.mktemp("base"))
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=list(ADAPTED))
-async def adapted(request: pytest.FixtureRequest, model: PreTrainedModel) -> AsyncIterator[RolloutEngine]:
+async def adapted(request: pytest.FixtureRequest, base: PreTrainedModel) -> AsyncIterator[RolloutEngine]:
     """An engine that holds the model and gets adapters."""
-    if request.param == "fake" and model.config.tie_word_embeddings:
+    if request.param == "fake" and base.config.tie_word_embeddings:
         pytest.skip("the fake has no embeddings to tie; it runs once")
-    made = ADAPTED[request.param](Path(model.name_or_path))
+    made = ADAPTED[request.param](Path(base.name_or_path))
     await made.start()
     yield made
     await made.close()
 
 
 @pytest.fixture(scope="module")
-def peft_model(model: PreTrainedModel) -> PeftModel:
-    fresh = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32)
+def peft_model(base: PreTrainedModel) -> PeftModel:
+    fresh = AutoModelForCausalLM.from_pretrained(base.name_or_path, dtype=torch.float32)
     return get_peft_model(fresh, LoraConfig(r=ADAPTER.rank, lora_alpha=ADAPTER.alpha, target_modules="all-linear"))
 
 
@@ -301,9 +311,9 @@ async def test_an_answer_on_its_way_goes_on_with_the_new_adapter_and_says_from_w
 
 
 async def test_weights_for_an_engine_that_only_loads_adapters_are_refused(
-    adapted: RolloutEngine, model: PreTrainedModel
+    adapted: RolloutEngine, base: PreTrainedModel
 ) -> None:
     if isinstance(adapted, FakeRolloutEngine):
         pytest.skip("the fake takes anything")
     with pytest.raises(WeightSyncError, match="only loads adapters"):
-        await sync(adapted, model, 1)
+        await sync(adapted, base, 1)

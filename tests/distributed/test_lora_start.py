@@ -17,7 +17,7 @@ from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
 from verl.training.settings import LoraSettings, Schedule
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300), pytest.mark.rotating(3)]
 
 LENGTHS = [5, 9, 3, 12]
 PARTS = {1: [[[0, 1, 2, 3]]], 2: [[[2, 0]], [[3, 1]]]}

@@ -17,7 +17,7 @@ from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
 from verl.training.settings import Schedule
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400), pytest.mark.rotating(4)]
 
 OBJECTIVE = PolicyObjective(
     AlgorithmSettings(agg_mode="seq-mean-token-mean", entropy_coeff=0.1, loss_kl_coef=0.2, loss_kl_type="full")

@@ -16,7 +16,7 @@ from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group
 from verl.training.settings import Schedule
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400), pytest.mark.rotating(5)]
 
 CASES = [(optimizer, model) for optimizer in ("muon", "adamw_8bit") for model in ("dense", "experts")]
 LENGTH, SEQUENCES, VOCABULARY = 12, 6, 71

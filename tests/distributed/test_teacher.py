@@ -19,7 +19,7 @@ from verl.training.process_group import init_process_group
 from verl.training.settings import LoraSettings, Schedule
 from verl.types import Sample, SampleHandle
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200), pytest.mark.rotating(0)]
 
 VOCABULARY = 64
 
