@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from verl import cli, errors
-from verl.commands import data, demo, evaluate, generate, plan
+from verl.commands import data, demo, evaluate, generate, migrate, plan
 from verl.config.load import load, load_sft
 
 pytestmark = pytest.mark.unit
@@ -81,7 +81,7 @@ def check_verl(arguments: list[str]) -> None:
     elif name == "eval" and rest:
         evaluate.read_arguments(rest)
     elif name == "migrate" and rest:
-        assert [Path(argument).suffix for argument in rest[:1]] in ([".sh"], [".yaml"]), "verl migrate takes one file"
+        migrate.read_arguments(rest[: rest.index(">")] if ">" in rest else rest)
     elif name == "plan" and rest:
         plan.read_arguments(rest)
     elif name == "config":

@@ -1,17 +1,22 @@
-"""108 public launch scripts: which run here, and what becomes of each of their 529 keys.
+"""Launch scripts of other setups: which run here, and what becomes of each of their keys.
 
 make show-scripts [ARGS="[--short] [--write]"]
 
-39 of the scripts need neither Megatron, SGLang, another accelerator, another training engine nor images: their settings
-resolve, with no unknown key and no error but values of features that are not built yet, which are listed. The other 69
-are refused by the name of such a feature; in one of them the settings name another one than its list of needs, since
-the images are in its data and model alone. Every key has a row in docs/migration_keys.md, which `--write`
-generates.
+1. The real arguments of 38 public scripts with text, FSDP and vLLM, captured by running them, resolve with their own
+   values, or each problem names the value of the script that is not built yet. (../shared/data/launch_scripts)
+2. `verl migrate` finds the same arguments as bash in the scripts of data/launch_scripts, which use the constructs of
+   public ones. bash runs each of them in the sandbox with a recording python on PATH.
+3. Each of the 826 keys of the public main configuration is a setting, an alias, or has an answer, and its public
+   default is accepted or refused by the name of a feature. (../shared/data/launch_scripts)
+4. The settings of 108 public scripts: the 39 that need neither Megatron, SGLang, another accelerator, another training
+   engine nor images resolve, with no unknown key and no error but values of features that are not built yet. The other
+   69 are refused by the name of such a feature; the settings of one of them name another feature than its list of
+   needs. Every key has a row in docs/migration_keys.md, which `--write` generates.
 
-A value that the script took from a shell variable is not in the data (null; an empty text where its quotes were lost).
-It gets, in this order: the value in SAMPLES; 2 for sizes of parallelism, since with 1 nothing would be parallel; the
-default of the script's origin; the default here. A script for an accelerator that its settings do not name finds it
-on its machine, so `trainer.device` is added.
+A value that a script of part 4 took from a shell variable is not in the data (null; an empty text where its quotes were
+lost). It gets, in this order: the value in SAMPLES; 2 for sizes of parallelism, since with 1 nothing would be parallel;
+the default of the script's origin; the default here. A script for an accelerator that its settings do not name finds it
+on its machine, so `trainer.device` is added. Parts 1 and 3 are skipped, with a message, where their data are missing.
 """
 
 from __future__ import annotations
@@ -23,21 +28,26 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from _bash_reference import read_header, record
 from _common import ROOT, finish
 
 from verl.config.legacy.aliases import resolve_alias
 from verl.config.legacy.answers import Answer, find_answer
 from verl.config.legacy.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS
-from verl.config.legacy.launch_script import ENTRIES, REFUSED_ENTRIES
 from verl.config.load import GENERATE, SFT, TRAIN, AnyRunType, load, load_for_generation, load_sft
 from verl.config.paths import find_setting, format_value, join_path
-from verl.errors import ConfigError
+from verl.errors import ConfigError, VerlError
+from verl.migration.capture import capture, restore_variables
+from verl.migration.launches import ENTRIES, REFUSED_ENTRIES, find_launches
 
 DATA = Path(__file__).parent / "data" / "launch_scripts.jsonl.gz"
+CONSTRUCTS = Path(__file__).parent / "data" / "launch_scripts"
+SHARED = ROOT.parent / "shared" / "data" / "launch_scripts"
 PAGE = ROOT / "docs" / "migration_keys.md"
 SCRIPTS, RUNNABLE, KEYS = 108, 39, 529
+CAPTURED, MAIN_KEYS, MIN_CONSTRUCTS = 38, 826, 30
 FEATURES = {
     "megatron": "Megatron-Core",
     "sglang": "SGLang",
@@ -129,21 +139,23 @@ def fill(key: str, run_type: AnyRunType) -> str:
 
 def resolve(script: Script) -> Outcome:
     """Load the settings as a run would, and sort the problems."""
-    arguments = [
-        text for text in overrides(script) if script.run_type is not GENERATE or "data.output_path" not in text
-    ]
-    problems: list[str] = []
-    try:
-        if script.run_type is GENERATE:
-            load_for_generation(arguments)
-        else:
-            (load_sft if script.run_type is SFT else load)(arguments, complete=False)
-    except ConfigError as error:
-        problems = error.problems
+    problems = find_problems(list(overrides(script)), script.run_type)
     unknown = [problem for problem in problems if "is not a setting" in problem or "is a setting of" in problem]
     refused = {problem: feature for problem in problems if (feature := find_feature(problem))}
     features = sorted({*refused.values(), *([script.refused_entry] if script.refused_entry else [])})
     return Outcome(unknown, features, [problem for problem in problems if problem not in (*unknown, *refused)])
+
+
+def find_problems(arguments: list[str], run_type: AnyRunType) -> list[str]:
+    """Return what is wrong with the arguments of a run."""
+    try:
+        if run_type is GENERATE:
+            load_for_generation([text for text in arguments if "data.output_path" not in text])
+        else:
+            (load_sft if run_type is SFT else load)(arguments, complete=False)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def find_feature(problem: str) -> str | None:
@@ -153,6 +165,78 @@ def find_feature(problem: str) -> str | None:
     if "is not supported yet" not in problem:
         return None
     return next((feature for text, feature in PLANNED.items() if text in problem), None)
+
+
+# --- captured arguments, constructs of the shell, and keys of the public configuration
+
+
+def check_captured() -> tuple[dict[str, object], bool]:
+    """Resolve the real arguments of public scripts."""
+    rows = read_shared("captured.jsonl")
+    if rows is None:
+        return {"captured": "skipped"}, True
+    complete = named = 0
+    rows = [row for row in rows if not row["needs"]]
+    for row in rows:
+        given = {text.lstrip("+~").partition("=")[0] for text in row["arguments"]}
+        run_type = ENTRIES[row["module"]]
+        problems = find_problems(row["arguments"], run_type)
+        keys = {join_path(resolve_alias(tuple(key.split(".")), run_type.aliases)) for key in given}
+        unnamed = [p for p in problems if "not supported yet" not in p or p.partition(":")[0] not in keys | given]
+        complete += not problems
+        named += bool(problems) and not unnamed
+        print(f"{row['script']:<66} {'resolves' if not problems else 'names' if not unnamed else 'FAILS'}")
+        print(*(f"    {problem}" for problem in problems), sep="\n", end="\n" if problems else "")
+    figures = {"captured": len(rows), "captured_resolved": complete, "captured_named": named}
+    return figures, len(rows) == CAPTURED == complete + named
+
+
+def check_constructs() -> tuple[dict[str, object], bool]:
+    """Compare the arguments that `verl migrate` finds with those that bash gives to python."""
+    files = {file: read_header(file.read_text()) for file in sorted(CONSTRUCTS.glob("*.sh"))}
+    files = {file: header for file, header in files.items() if not header.is_part}
+    equal = launches = 0
+    for file, header in files.items():
+        expected = record(file, header)
+        try:
+            found = find_launches(file, capture(file, header.given, header.arguments)).launches
+        except VerlError as error:
+            print(error)
+            found = []
+        arguments = [list(map(restore_variables, launch.arguments)) for launch in found]
+        is_equal = bool(expected) and arguments == expected
+        equal += is_equal
+        launches += len(expected)
+        print(f"{file.name:<66} {len(expected)} launches {'equal' if is_equal else f'{arguments} != {expected}'}")
+    figures = {"migrated_as_bash": f"{equal} of {len(files)}", "launches": launches}
+    return figures, equal == len(files) >= MIN_CONSTRUCTS
+
+
+def check_keys() -> tuple[dict[str, object], bool]:
+    """Answer every key of the public main configuration, also with its default."""
+    rows = read_shared("public_keys.jsonl")
+    if rows is None:
+        return {"public_keys": "skipped"}, True
+    rows = [row for row in rows if row["config"] == "main"]
+    answered = Counter(find_answer(row["key"], TRAIN).kind for row in rows)
+    unanswered = [row["key"] for row in rows if find_answer(row["key"], TRAIN).kind == "unknown"]
+    complaints = []
+    for row in rows:
+        if "${" in str(row["default"]) or row["default"] == "???":
+            continue
+        problems = find_problems([f"++{row['key']}={json.dumps(row['default'], ensure_ascii=False)}"], TRAIN)
+        complaints += [problem for problem in problems if "not supported yet" not in problem]
+    print(*(f"  unanswered: {key}" for key in unanswered), *(f"  default: {text}" for text in complaints), sep="\n")
+    figures = {"public_keys": len(rows), "unanswered_keys": len(unanswered), "wrong_defaults": len(complaints)}
+    return {**figures, "key_answers": dict(answered)}, len(rows) == MAIN_KEYS and not unanswered and not complaints
+
+
+def read_shared(name: str) -> list[dict[str, Any]] | None:
+    file = SHARED / name
+    if not file.exists():
+        print(f"{file} is missing: this part is skipped")
+        return None
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 # --- the page
@@ -215,7 +299,7 @@ def group_by_text(by_command: dict[str, Answer]) -> dict[str, list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="the same: it takes seconds")
+    parser.add_argument("--short", action="store_true", help="the same: it takes a minute")
     parser.add_argument("--write", action="store_true", help="write docs/migration_keys.md")
     scripts = read_scripts()
     page = render_page(scripts)
@@ -241,10 +325,17 @@ def main() -> None:
         if not is_fine:
             complaints += [f"  {script.name}: {text}" for text in (*outcome.unknown, *outcome.other)]
     print(*complaints, sep="\n")
-    report(scripts, (resolved, refused, by_own_need), unsupported, page)
+    parts = [check() for check in (check_constructs,)]
+    report(scripts, (resolved, refused, by_own_need), unsupported, page, parts)
 
 
-def report(scripts: list[Script], counts: tuple[int, int, int], unsupported: Counter[str], page: str) -> None:
+def report(
+    scripts: list[Script],
+    counts: tuple[int, int, int],
+    unsupported: Counter[str],
+    page: str,
+    parts: list[tuple[dict[str, object], bool]],
+) -> None:
     resolved, refused, by_own_need = counts
     table = answers(scripts)
     kinds: Counter[str] = Counter(next(iter(by_command.values())).kind for by_command in table.values())
@@ -256,7 +347,8 @@ def report(scripts: list[Script], counts: tuple[int, int, int], unsupported: Cou
         (len(scripts), count, len(table)) == (SCRIPTS, RUNNABLE, KEYS)
         and (resolved, refused) == (count, len(scripts) - count)
         and not unanswered
-        and is_current,
+        and is_current
+        and all(passed for _, passed in parts),
         scripts=len(scripts),
         resolved=f"{resolved} of {count}",
         refused_by_feature=f"{refused} of {len(scripts) - count}",
@@ -266,6 +358,7 @@ def report(scripts: list[Script], counts: tuple[int, int, int], unsupported: Cou
         unanswered=unanswered,
         values_of_missing_features=dict(unsupported.most_common()),
         page_is_current=is_current,
+        **{name: value for figures, _ in parts for name, value in figures.items()},
     )
 
 

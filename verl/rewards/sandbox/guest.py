@@ -37,7 +37,7 @@ def main() -> None:
         _LIBC.prctl(_SET_PDEATHSIG, _TERM, 0, 0, 0)
         _LIBC.prctl(_SET_SUBREAPER, 1, 0, 0, 0)
     if task["kind"] == "namespaces":
-        _make_read_only("/", {"/tmp", "/dev/shm"})
+        _make_read_only("/", task["writable"])
     kept = {_SETGID, _SETUID} if task["user"] is not None else set()
     _drop_capabilities(kept | {_MAY_KILL} if kept and task["kind"] == "limits" else kept)
     program = os.fork()
@@ -127,7 +127,7 @@ def _kill_all_of(user: int) -> None:
         time.sleep(0.001)
 
 
-def _make_read_only(path: str, writable: set[str]) -> None:
+def _make_read_only(path: str, writable: list[str]) -> None:
     """Make everything that is mounted at or below `path` read-only, also what was mounted there before."""
 
     def change(at: str, flags: int, to_set: int, to_clear: int) -> None:
@@ -139,7 +139,7 @@ def _make_read_only(path: str, writable: set[str]) -> None:
             )
 
     change(path, _RECURSIVE, _READ_ONLY | _NO_SUID, 0)
-    for each in sorted(writable):
+    for each in writable:
         change(each, 0, 0, _READ_ONLY)
 
 

@@ -119,14 +119,14 @@ def landlock_rules(folder: str) -> list[tuple[str, bool]]:
     return [*((path, False) for path in _visible_paths()), *devices, (folder, True)]
 
 
-def build_command(kind: str, guest: Sequence[str], disk_bytes: int) -> list[str] | None:
-    """Return the command that runs `guest` isolated; None if its tool is not installed."""
+def build_command(kind: str, guest: Sequence[str], disk_bytes: int, folders: Sequence[str]) -> list[str] | None:
+    """Return the command that runs `guest` isolated, with empty `folders`; None if its tool is not installed."""
     if kind == "limits":
         return list(guest)
     tool = shutil.which("bwrap" if kind == "bubblewrap" else "unshare")
     if tool is None:
         return None
-    return [tool, *(_bubblewrap_arguments if kind == "bubblewrap" else _unshare_arguments)(guest, disk_bytes)]
+    return [tool, *(_bubblewrap_arguments if kind == "bubblewrap" else _unshare_arguments)(guest, disk_bytes, folders)]
 
 
 @functools.cache
@@ -143,12 +143,12 @@ def _links() -> list[tuple[str, str]]:
     return [(os.readlink(path), path) for path in _SYSTEM_FOLDERS if os.path.islink(path)]
 
 
-def _bubblewrap_arguments(guest: Sequence[str], disk_bytes: int) -> list[str]:
+def _bubblewrap_arguments(guest: Sequence[str], disk_bytes: int, folders: Sequence[str]) -> list[str]:
     command = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     # Root changes its user inside instead of using a user namespace: the kernel does not limit root's processes.
     command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.geteuid() == 0 else ["--unshare-user"]
     command += ["--die-with-parent", "--new-session", "--as-pid-1", "--proc", "/proc", "--dev", "/dev"]
-    for folder in ("/dev/shm", "/tmp"):
+    for folder in ("/dev/shm", "/tmp", *folders):
         command += ["--perms", "1777", "--size", str(disk_bytes), "--tmpfs", folder]
     for target, path in _links():
         command += ["--symlink", target, path]
@@ -159,12 +159,14 @@ def _bubblewrap_arguments(guest: Sequence[str], disk_bytes: int) -> list[str]:
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--", *guest]
 
 
-def _unshare_arguments(guest: Sequence[str], disk_bytes: int) -> list[str]:
+def _unshare_arguments(guest: Sequence[str], disk_bytes: int, folders: Sequence[str]) -> list[str]:
     """The new root is built on /sys, which contains none of the visible paths. The guest makes it read-only."""
     script = ["set -e", "mount -t tmpfs -o mode=755,size=1m sandbox /sys", "cd /sys"]
-    script += ["mkdir -p dev/shm proc tmp old", "ln -s /proc/self/fd dev/fd"]
+    script += ["mkdir -p dev proc old", "ln -s /proc/self/fd dev/fd"]
     script += [f"ln -s /proc/self/fd/{fd} dev/{name}" for fd, name in enumerate(("stdin", "stdout", "stderr"))]
-    script += [f"mount -t tmpfs -o mode=1777,size={disk_bytes} sandbox {folder}" for folder in ("dev/shm", "tmp")]
+    for folder in ("/dev/shm", "/tmp", *folders):
+        path = shlex.quote(f".{folder}")
+        script.append(f"mkdir -p {path}; mount -t tmpfs -o mode=1777,size={disk_bytes} sandbox {path}")
     script += [f"touch dev/{name}; mount --bind /dev/{name} dev/{name}" for name in _DEVICES]
     script += [f"ln -s {shlex.quote(target)} .{path}" for target, path in _links()]
     for path in _visible_paths():

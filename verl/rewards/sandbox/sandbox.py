@@ -83,12 +83,14 @@ def run(
     files: Mapping[str, str | bytes] | None = None,
     limits: Limits | None = None,
     argv: Sequence[str] = (),
+    folders: Sequence[str] = (),
     kind: str | None = None,
 ) -> ProgramResult:
     """Run `source` as a Python program with `files` in its working directory and `argv` as its arguments.
 
-    `stdin` and `stdout` may be file descriptors, to connect two programs; they are closed here. `kind` is the kind of
-    isolation (default: `best_isolation()`).
+    `stdin` and `stdout` may be file descriptors, to connect two programs; they are closed here. `folders` are absolute
+    paths at which the program finds empty writable folders, except with `limits`. `kind` is the kind of isolation
+    (default: `best_isolation()`).
     """
     limits = limits or Limits()
     kind = kind or best_isolation()
@@ -105,6 +107,7 @@ def run(
             "source": source,
             "files": dict(files or {}),
             "argv": list(argv),
+            "writable": ["/tmp", "/dev/shm", *folders],
             "package_paths": isolation.package_paths(),
             "user": user,
             "rlimits": _rlimits(limits, kind),
@@ -112,7 +115,7 @@ def run(
             "landlock_rules": isolation.landlock_rules(folder),
             "seccomp_filter": build_seccomp_filter(shares_user=kind == "limits" and user is None),
         }
-        process, status_fd = _start(stack, kind, task, folder, limits.disk_bytes, stdin, stdout)
+        process, status_fd = _start(stack, kind, task, folder, limits.disk_bytes, folders, stdin, stdout)
         with process:
             monitor = _Monitor(process, status_fd, kind, folder, limits)
             try:
@@ -128,6 +131,7 @@ def _start(
     task: Any,
     folder: str,
     disk_bytes: int,
+    folders: Sequence[str],
     stdin: str | int,
     stdout: int | None,
 ) -> tuple[subprocess.Popen[bytes], int]:
@@ -137,7 +141,7 @@ def _start(
     try:
         task_fd = stack.enter_context(_anonymous_file(marshal.dumps(task)))
         guest = [*isolation.python_command(), "-c", _guest_source(), str(task_fd), str(report_fd)]
-        command = isolation.build_command(kind, guest, disk_bytes)
+        command = isolation.build_command(kind, guest, disk_bytes, folders)
         if command is None:
             raise RewardError(f"sandbox: the tool for {kind!r} is not installed; install the package `bubblewrap`")
         input_fd = stdin

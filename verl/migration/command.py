@@ -1,10 +1,10 @@
-"""Turns the settings of a launch script into a `verl` command, and says what became of each changed key."""
+"""Turns a run of a launch script into a `verl` command, and says what became of each changed key."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,18 +14,18 @@ from verl.config.legacy.aliases import canonicalize
 from verl.config.legacy.answers import find_answer
 from verl.config.legacy.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS, OtherDefault
 from verl.config.legacy.key_rules import find_refused_value, find_rule, is_default_choice
-from verl.config.legacy.launch_script import LaunchCommand
 from verl.config.load import GENERATE, SFT, TRAIN, AnyRunType, load, load_for_generation, load_sft
 from verl.config.paths import format_value, iter_leaves, join_path
 from verl.errors import ConfigError
+from verl.migration.capture import restore_variables
+from verl.migration.launches import LaunchCommand
+from verl.redaction import redact
 
 _DEFAULTS: Mapping[str, Mapping[str, OtherDefault]] = {
     TRAIN.command: TRAIN_DEFAULTS,
     SFT.command: SFT_DEFAULTS,
     GENERATE.command: {},
 }
-_OPEN = re.compile(r"\$\{(\w+)\}|\$\(")
-"""A variable that the script does not set, or the output of a program."""
 
 
 class Change(NamedTuple):
@@ -38,15 +38,20 @@ class Change(NamedTuple):
 
 @dataclass(slots=True)
 class Migration:
-    """The command of verl that does what a launch script does, and what was changed on the way."""
+    """The command of verl that does what a launch script does, and what was changed."""
 
-    run_type: AnyRunType
+    launch: LaunchCommand
     settings: dict[str, str] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Settings that are refused; they are not in the command."""
     notes: list[str] = field(default_factory=list)
     output: str | None = None
+
+    @property
+    def run_type(self) -> AnyRunType:
+        """The type of the run."""
+        return self.launch.run_type
 
     @property
     def is_complete(self) -> bool:
@@ -56,12 +61,17 @@ class Migration:
     def command(self) -> list[str]:
         """Return the arguments of the command, unquoted."""
         options = ["--output", self.output] if self.output else []
-        return ["verl", self.run_type.command, *options, *(f"{key}={text}" for key, text in self.settings.items())]
+        arguments = [*options, *(f"{key}={text}" for key, text in self.settings.items())]
+        return ["verl", self.run_type.command, *map(restore_variables, arguments)]
+
+    def find_unknown(self, text: str) -> list[str]:
+        """Return the variables in a text that the shell expands; `${NAME}` of others interpolates settings."""
+        return [name for name in re.findall(r"\$\{(\w+)\}", text) if name in self.launch.open_variables]
 
 
 def migrate(launch: LaunchCommand) -> Migration:
     """Return the command for a launch script; what it cannot express is in `problems`."""
-    result = Migration(launch.run_type, notes=list(launch.notes))
+    result = Migration(launch, notes=list(launch.notes))
     for text in launch.overrides:
         _migrate_override(text, result)
     result.problems += _check(result)
@@ -82,17 +92,13 @@ def _add_default(key: str, other: OtherDefault, result: Migration) -> None:
 
 
 def _migrate_override(text: str, result: Migration) -> None:
-    run_type = result.run_type
-    opened = _OPEN.search(text)
     raw_key, _, raw_value = text.lstrip("+").partition("=")
-    if run_type is GENERATE and raw_key == "data.output_path":
+    if result.run_type is GENERATE and raw_key == "data.output_path":
         result.output = raw_value
         result.changes.append(Change(raw_key, "renamed to --output", ""))
         return
-    if opened is not None and not raw_key.startswith("~") and "$" not in raw_key:
-        names = re.findall(r"\$\{(\w+)\}", raw_value)
-        what = ", ".join(names) or "the output of a program"
-        result.notes.append(f"{raw_key}: is not checked: the script does not set {what}")
+    if (unknown := result.find_unknown(raw_value)) and not raw_key.startswith("~"):
+        result.notes.append(f"{raw_key}: is not checked: the script does not set {', '.join(unknown)}")
         _place(tuple(raw_key.split(".")), None, raw_value, result)
         return
     problems: list[str] = []
@@ -148,7 +154,7 @@ def _load(result: Migration) -> tuple[Any, list[str]]:
     arguments = [
         f"{key}={text}"
         for key, text in result.settings.items()
-        if not _OPEN.search(text) and not key.endswith("model.external_lib")
+        if not result.find_unknown(text) and not key.endswith("model.external_lib")
     ]
     try:
         if result.run_type is GENERATE:
@@ -171,24 +177,36 @@ def _write(value: Any) -> str:
 def render(result: Migration) -> str:
     """Return a shell script: the command, and what became of changed keys as comments."""
     program, command, *arguments = result.command()
-    lines = [" \\\n  ".join([f"{program} {command}", *map(_quote, arguments)])]
-    lines += _section("Changed", _table(result.changes))
-    lines += _section("Refused, and not in the command", [f"- {problem}" for problem in result.problems])
-    lines += _section("Notes", [f"- {note}" for note in result.notes])
+    launch = result.launch
+    lines = [f"cd {_quote(launch.folder, result)}"] if launch.folder else []
+    exports = {name: f"export {name}={_quote(value, result)}" for name, value in launch.exports.items()}
+    secrets = [name for name, line in exports.items() if redact(line) != line]
+    lines += [line for name, line in exports.items() if name not in secrets]
+    lines.append(" \\\n  ".join([f"{program} {command}", *(_quote(argument, result) for argument in arguments)]))
+    lines += comment("Changed", _table(result.changes))
+    lines += comment("Refused, and not in the command", [f"- {problem}" for problem in result.problems])
+    notes = [*result.notes, *(f"{name} is a secret that the script exports; set it yourself" for name in secrets)]
+    lines += comment("Notes", [f"- {note}" for note in notes])
     return "\n".join(lines) + "\n"
 
 
-def _quote(argument: str) -> str:
-    """Return a word for the shell; variables that the script did not set are left to it."""
-    if _OPEN.search(argument):
-        return '"' + argument.replace('"', '\\"') + '"'
-    return shlex.quote(argument)
+def _quote(text: str, result: Migration) -> str:
+    """Return one word for the shell, which expands nothing but `${NAME}` of variables that are left to it."""
+    text = restore_variables(text)
+    names = result.find_unknown(text)
+    if not names:
+        return shlex.quote(text)
+    parts = re.split(rf"(\$\{{(?:{'|'.join(names)})\}})", text)
+    parts[::2] = [re.sub(r'(["$`\\])', r"\\\1", part) for part in parts[::2]]
+    return '"' + "".join(parts) + '"'
 
 
-def _section(title: str, lines: list[str]) -> Iterator[str]:
-    if lines:
+def comment(title: str, paragraphs: Sequence[str]) -> Iterator[str]:
+    """Yield a list as comments of a shell script; each line of a paragraph is a comment."""
+    if paragraphs:
+        text = restore_variables("\n".join(paragraphs))
         yield from ("", f"# {title}:")
-        yield from (f"# {line}" for line in lines)
+        yield from (f"# {line}".rstrip() for line in text.splitlines())
 
 
 def _table(changes: list[Change]) -> list[str]:
