@@ -52,6 +52,24 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.parametrize("kind", ["bubblewrap", "namespaces"])
+def test_folders_are_empty_and_writable_and_end_with_the_program(kind: str) -> None:
+    if not works(kind):
+        pytest.skip(f"{kind} does not work on this machine")
+    source = """
+import os
+for folder in ("/data", "/usr-of-a-test"):
+    print(os.listdir(folder), open(folder + "/x", "w").write("abc"))
+try:
+    open("/usr/x", "w")
+except OSError as error:
+    print(error.strerror)
+"""
+    result = run(source, kind=kind, folders=["/data", "/usr-of-a-test"])
+    assert result.stdout == "[] 3\n[] 3\nRead-only file system\n", result
+    assert not Path("/usr-of-a-test").exists()
+
+
 def test_a_program_reads_prints_and_ends(kind: str) -> None:
     source = "import sys, part\nprint(input(), sys.argv[1:], open('a/b.txt').read(), part.x)\n"
     source += "print(2, file=sys.stderr)\nexit(3)"

@@ -209,7 +209,7 @@ def _apply(run_type: RunType[C], override: Override, tree: Tree, hints: list[str
             hints.append(f"{join_path(spelled)}={meant} has no effect: there are no config groups")
         elif problem := find_refused_value(target, meant, run_type.rules):
             problems.append(problem)
-        else:
+        elif not run_type.aliases.unsets(target, meant):
             set_path(tree, target, meant)
 
 

@@ -107,7 +107,8 @@ def is_overridden(config: Section, key: str) -> bool:
 def suggest_key(key: str, root: type[Section] = Config, aliases: Iterable[str] = ()) -> str | None:
     """Return the setting, or alias, that `key` was probably meant to be: one with nearly the same last name.
 
-    Settings that decide what code may run are never suggested.
+    Only a misspelled name, or a known name in a wrong section, is corrected: `ppo_micro_batch_size` is not meant to be
+    `ppo_mini_batch_size`. Settings that decide what code may run are never suggested.
     """
     parent, _, last = key.rpartition(".")
     by_name: dict[str, list[str]] = defaultdict(list)
@@ -119,8 +120,22 @@ def suggest_key(key: str, root: type[Section] = Config, aliases: Iterable[str] =
         similarity = 2 * SequenceMatcher(None, name, last).ratio() + SequenceMatcher(None, section, parent).ratio()
         return similarity + 0.2 * known.startswith("actor_rollout_ref.")  # the settings of the policy are used most
 
+    words = {word for name in by_name for word in name.split("_") if len(word) > 2}
+
+    def is_likely(known: str) -> bool:
+        section, _, name = known.rpartition(".")
+        if name == last:  # if several sections have the name: one that is spelled nearly the same, or the policy's
+            is_near = SequenceMatcher(None, section, parent).ratio() > 0.8
+            return is_near or len(by_name[name]) == 1 or known.startswith("actor_rollout_ref.")
+        if SequenceMatcher(None, name, last).ratio() > 0.94:
+            return True
+        parts = name.split("_")
+        others = [word for word in last.split("_") if word not in parts]  # a word with a meaning is not misspelled
+        return bool(others) and all(word not in words or get_close_matches(word, parts, 1, 0.8) for word in others)
+
     close = get_close_matches(last, by_name.keys() - _SECURITY, n=5, cutoff=0.8)
-    return max((known for name in close for known in by_name[name]), key=rate, default=None)
+    found = [known for name in close for known in by_name[name] if is_likely(known)]
+    return max(found, key=rate, default=None)
 
 
 def format_value(value: Any) -> str:

@@ -122,6 +122,8 @@ def _place(path: tuple[str, ...], value: Any, text: str, result: Migration) -> N
     answer = find_answer(key, run_type)
     if is_default_choice(target, meant, run_type.rules):
         result.changes.append(Change(key, "dropped", "there are no config groups"))
+    elif text == "null" and run_type.aliases.unsets(target, meant):
+        result.changes.append(Change(key, "dropped", "null means that it is not set"))
     elif problem := find_refused_value(target, meant, run_type.rules):
         result.problems.append(problem)
     elif answer.kind in ("setting", "renamed", "forwarded"):

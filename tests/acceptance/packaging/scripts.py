@@ -33,11 +33,12 @@ from typing import Any, NamedTuple
 from _bash_reference import read_header, record
 from _common import ROOT, finish
 
-from verl.config.legacy.aliases import resolve_alias
+from verl.config.command_line import parse_overrides
+from verl.config.legacy.aliases import canonicalize, resolve_alias
 from verl.config.legacy.answers import Answer, find_answer
 from verl.config.legacy.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS
 from verl.config.load import GENERATE, SFT, TRAIN, AnyRunType, load, load_for_generation, load_sft
-from verl.config.paths import find_setting, format_value, join_path
+from verl.config.paths import find_setting, format_value, get_path, join_path
 from verl.errors import ConfigError, VerlError
 from verl.migration.capture import capture, restore_variables
 from verl.migration.launches import ENTRIES, REFUSED_ENTRIES, find_launches
@@ -183,12 +184,36 @@ def check_captured() -> tuple[dict[str, object], bool]:
         problems = find_problems(row["arguments"], run_type)
         keys = {join_path(resolve_alias(tuple(key.split(".")), run_type.aliases)) for key in given}
         unnamed = [p for p in problems if "not supported yet" not in p or p.partition(":")[0] not in keys | given]
-        complete += not problems
+        if not problems:
+            unnamed = find_other_values(row["arguments"], run_type)
+        complete += not problems and not unnamed
         named += bool(problems) and not unnamed
-        print(f"{row['script']:<66} {'resolves' if not problems else 'names' if not unnamed else 'FAILS'}")
-        print(*(f"    {problem}" for problem in problems), sep="\n", end="\n" if problems else "")
+        print(f"{row['script']:<66} {'FAILS' if unnamed else 'names' if problems else 'resolves'}")
+        print(*(f"    {text}" for text in problems or unnamed), sep="\n", end="\n" if problems or unnamed else "")
     figures = {"captured": len(rows), "captured_resolved": complete, "captured_named": named}
     return figures, len(rows) == CAPTURED == complete + named
+
+
+def find_other_values(arguments: list[str], run_type: AnyRunType) -> list[str]:
+    """Return the settings that do not have the value that the script gives them."""
+    given: dict[str, object] = {}
+    for override in parse_overrides([text for text in arguments if "=" in text and not text.startswith("--")], []):
+        path, value = canonicalize(tuple(override.key_or_group.split(".")), override.value(), [], run_type.aliases)
+        setting = find_setting(path, run_type.root)
+        if setting is not None and setting.section is None and not run_type.aliases.unsets(path, value):
+            given[join_path(path)] = value
+    if run_type is GENERATE:
+        config: Any = load_for_generation([text for text in arguments if "data.output_path" not in text]).config
+    else:
+        config = (load_sft if run_type is SFT else load)(arguments, complete=False)[0].config
+    found = {key: get_path(config, tuple(key.split("."))) for key in given}
+    return [f"{key} is {found[key]}, not {value}" for key, value in given.items() if not is_same(found[key], value)]
+
+
+def is_same(found: object, given: object) -> bool:
+    if isinstance(given, str) and not isinstance(found, str):
+        return str(found).lower() == given.lower() or [given] == found or "${" in given
+    return found == given or (isinstance(found, tuple) and list(found) == given)
 
 
 def check_constructs() -> tuple[dict[str, object], bool]:
@@ -224,7 +249,8 @@ def check_keys() -> tuple[dict[str, object], bool]:
     for row in rows:
         if "${" in str(row["default"]) or row["default"] == "???":
             continue
-        problems = find_problems([f"++{row['key']}={json.dumps(row['default'], ensure_ascii=False)}"], TRAIN)
+        setting = f"++{row['key']}={json.dumps(row['default'], ensure_ascii=False)}"
+        problems = find_problems(["algorithm.adv_estimator=gae", setting], TRAIN)  # their default: PPO
         complaints += [problem for problem in problems if "not supported yet" not in problem]
     print(*(f"  unanswered: {key}" for key in unanswered), *(f"  default: {text}" for text in complaints), sep="\n")
     figures = {"public_keys": len(rows), "unanswered_keys": len(unanswered), "wrong_defaults": len(complaints)}
@@ -325,7 +351,7 @@ def main() -> None:
         if not is_fine:
             complaints += [f"  {script.name}: {text}" for text in (*outcome.unknown, *outcome.other)]
     print(*complaints, sep="\n")
-    parts = [check() for check in (check_constructs,)]
+    parts = [check() for check in (check_captured, check_keys, check_constructs)]
     report(scripts, (resolved, refused, by_own_need), unsupported, page, parts)
 
 

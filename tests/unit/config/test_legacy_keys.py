@@ -37,6 +37,9 @@ def problems_of(*settings: str, sft: bool = False) -> list[str]:
         ("+actor_rollout_ref.rollout.layered_summon=True", "gathered one at a time"),
         ("+actor_rollout_ref.rollout.multi_stage_wake_up=True", "for the weights first"),
         ("critic.ulysses_sequence_parallel_size=2", "as the actor does"),
+        ("critic.fsdp.qat.mode=w4a16", "not supported yet"),
+        ("actor_rollout_ref.rollout.agent.num_workers=8", "one episode worker serves several train workers"),
+        ("transfer_queue.enable=True", "object store"),
         ("actor_rollout_ref.ref.fsdp_config.fsdp_size=2", "sharded as the actor is"),
         ("global_profiler.relocate_results=True", "in the folder of the run"),
         ("actor_rollout_ref.ref.profiler.enable=True", "runs in the train workers"),
@@ -60,6 +63,11 @@ def test_a_key_that_changes_no_results_is_accepted_with_its_reason(setting: str,
         ("actor_rollout_ref.rollout.profiler.enable=True", "profiling of engines"),
         ("algorithm.rollout_correction.loss_type=reinforce", "the REINFORCE loss of rollout correction"),
         ("rollout.total_rollout_steps=100", "asynchronous training"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size=4", "micro-batch sizes of all GPUs together"),
+        ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "quantization-aware training"),
+        ("trainer.v1.trainer_mode=separate_async", "asynchronous training"),
+        ("trainer.val_only=True", "training runs that only validate"),
+        ("reward_model.rollout.temperature=0.5", "generative reward models"),
     ],
 )
 def test_a_key_that_needs_more_is_refused_by_the_name_of_the_feature(setting: str, feature: str) -> None:
@@ -71,6 +79,9 @@ def test_a_key_that_needs_more_is_refused_by_the_name_of_the_feature(setting: st
     ("setting", "key", "value"),
     [
         ("rollout.prompt_length=99", "data.max_prompt_length", 99),
+        ("actor_rollout_ref.actor.tau_pos=2.0", "actor_rollout_ref.actor.policy_loss.tau_pos", 2.0),
+        ("sandbox_fusion.memory_limit_mb=512", "reward.sandbox.memory_mb", 512),
+        ("sandbox_fusion.memory_limit_mb=null", "reward.sandbox.memory_mb", 1024),
         ("critic.fsdp.param_offload=True", "critic.fsdp_config.param_offload", True),
         ("+actor_rollout_ref.model.lora.merge=True", "actor_rollout_ref.rollout.lora_transport", "merged"),
         ("actor_rollout_ref.actor.optim.optimizer=AdamW", "actor_rollout_ref.actor.optim.name", "adamw"),
@@ -84,6 +95,14 @@ def test_a_key_that_needs_more_is_refused_by_the_name_of_the_feature(setting: st
 def test_a_key_of_another_name_sets_the_setting(setting: str, key: str, value: object) -> None:
     (loaded,) = load([setting], complete=False)
     assert get_value(loaded.config, key) == value
+
+
+def test_a_null_that_means_not_given_does_not_replace_a_value() -> None:
+    key = "actor_rollout_ref.actor.optim.lr_scheduler_type"
+    (loaded,) = load([f"{key}=cosine", "actor_rollout_ref.actor.optim.warmup_style=null"], complete=False)
+    assert get_value(loaded.config, key) == "cosine"
+    tree = {"actor_rollout_ref": {"actor": {"optim": {"lr_scheduler_type": "cosine", "warmup_style": None}}}}
+    assert get_value(load_dict(tree, complete=False).config, key) == "cosine"
 
 
 def test_engine_arguments_of_the_rollout_section_are_passed_on_to_vllm() -> None:

@@ -289,6 +289,8 @@ def test_required_settings_are_asked_for_unless_one_only_looks() -> None:
         ("actor_rollout_ref.ppo_epochs", "actor_rollout_ref.actor.ppo_epochs"),
         ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
         ("quixotic.zebra", None),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size", None),
+        ("rollout.agent.num_workers", None),
     ],
 )
 def test_unknown_keys_find_their_neighbour(typed: str, meant: str | None) -> None:

@@ -118,8 +118,8 @@ def _check_correction(config: Config) -> Iterator[Conflict]:
         return
     for name, is_given in (("rollout_is", correction.rollout_is), ("rollout_rs", reject)):
         if is_given:
-            reason = f"the trainer's log-probs with the engine's, but {_BYPASS}=true does not compute the former"
-            yield Conflict(f"{_CORRECTION}.{name}", f"compares {reason}", f"set {_BYPASS}=false")
+            reason = f"{is_given} is not supported yet with {_BYPASS}=true, which saves the trainer's log-probs"
+            yield Conflict(f"{_CORRECTION}.{name}", reason, f"set {_BYPASS}=false")
     saves = "true saves the forward pass that"
     if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
         reason = f"{saves} the exact KL (algorithm.kl_penalty=full) requires"

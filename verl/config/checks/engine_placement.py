@@ -85,6 +85,7 @@ def _check_width(config: Config, section: str, engine: RolloutConfig | RewardRol
         fitting = max(size for size in range(1, width) if whole % size == 0)
         reason = f"the devices of the widest engine, {widest}, are not a multiple of it"
         if per_node % width:
-            reason = f"{nodes}.n_gpus_per_node={per_node} is not a multiple of it, and an engine has to be on one node"
+            reason = f"{nodes}.n_gpus_per_node={per_node} is not a multiple of it"
+            reason += ", and engines on several nodes are not supported yet" if width > per_node else ""
         fix = f"={fitting}" if width == size else f"reduce them to {fitting} devices"
         yield Conflict(key, f"{size}{more} is not possible: {reason}", fix)

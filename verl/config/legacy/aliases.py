@@ -30,8 +30,12 @@ _ENGINE = (
     "fsdp_size",
 )
 _ULYSSES = "ulysses_sequence_parallel_size"
-_FORWARDED = ("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capture_sizes", "disable_log_stats")
+_FORWARDED = (
+    *("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capture_sizes", "disable_log_stats"),
+    "scheduling_policy",
+)
 """Names in the rollout section that are passed to vLLM."""
+_REWARD_ENGINE = ("gpu_memory_utilization", "tensor_model_parallel_size")
 _RESUME_MODES = {"resume_path": "path"}
 _PROFILE = "trainer.profile"
 _PROFILER = {
@@ -47,11 +51,17 @@ class Aliases(NamedTuple):
     """The aliases of one run type.
 
     `keys` maps aliases to canonical keys: an alias of a section covers all keys below it, and the longest match wins.
-    `values` maps aliases of values, as `format_value` writes them, to canonical values, by canonical key.
+    `values` maps aliases of values, as `format_value` writes them, to canonical values, by canonical key. The settings
+    of `unset_by_null` cannot be null; where launch scripts set them to null, they are not given.
     """
 
     keys: Mapping[str, str]
     values: Mapping[str, Mapping[str, Any]]
+    unset_by_null: frozenset[str] = frozenset()
+
+    def unsets(self, path: Path, value: Any) -> bool:
+        """Whether the value of a canonical path means that the setting is not given."""
+        return value is None and join_path(path) in self.unset_by_null
 
 
 TRAIN_ALIASES = Aliases(
@@ -66,6 +76,11 @@ TRAIN_ALIASES = Aliases(
         # rewards
         "custom_reward_function": "reward.custom_reward_function",
         "reward_model": "reward.reward_model",
+        "reward_model.num_workers": "reward.num_workers",
+        **dict.fromkeys(("sandbox_fusion.url", "reward.sandbox_fusion.url"), "reward.sandbox.url"),
+        **dict.fromkeys(
+            ("sandbox_fusion.memory_limit_mb", "reward.sandbox_fusion.memory_limit_mb"), "reward.sandbox.memory_mb"
+        ),
         "reward_model.reward_fn": "reward.custom_reward_function",
         "reward_model.reward_manager": "reward.reward_manager.name",
         "reward_model.overlong_buffer": "reward.overlong_buffer",
@@ -84,9 +99,12 @@ TRAIN_ALIASES = Aliases(
         **{f"{_MODEL}.{name}": f"{_ACTOR}.peft.{name}" for name in _ADAPTER},
         **{f"critic.{name}": f"critic.peft.{name}" for name in _ADAPTER},
         **{f"critic.model.{name}": f"critic.peft.{name}" for name in _ADAPTER},
-        f"{_MODEL}.lora.rank": f"{_ACTOR}.peft.lora_rank",
-        f"{_MODEL}.lora.alpha": f"{_ACTOR}.peft.lora_alpha",
-        f"{_MODEL}.lora.target_modules": f"{_ACTOR}.peft.target_modules",
+        **{
+            f"{model}.lora.{alias}": f"{section}.peft.{name}"
+            for model, section in ((_MODEL, _ACTOR), ("critic.model", "critic"))
+            for alias, name in {"rank": "lora_rank", "alpha": "lora_alpha", "target_modules": "target_modules"}.items()
+        },
+        f"{_MODEL}.lora.adapter_path": f"{_MODEL}.lora_adapter_path",
         f"{_MODEL}.lora.merge": f"{_ROLLOUT}.lora_transport",
         f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": f"{_ROLLOUT}.update_weights_bucket_megabytes",
         # generation
@@ -104,6 +122,8 @@ TRAIN_ALIASES = Aliases(
         "distillation.distillation_loss.loss_max_clamp": "distillation.loss_max_clamp",
         "distillation.teacher_models.teacher_model.model_path": "distillation.teacher.path",
         # single settings
+        "data.tokenizer": f"{_MODEL}.tokenizer_path",
+        **{f"{_ACTOR}.{name}": f"{_ACTOR}.policy_loss.{name}" for name in ("tau_pos", "tau_neg")},
         "trainer.nnode": "trainer.nnodes",
         "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpts_to_keep",
         "trainer.max_ckpt_to_keep": "trainer.max_ckpts_to_keep",
@@ -135,7 +155,20 @@ TRAIN_ALIASES = Aliases(
         f"{_ROLLOUT}.dtype": {"half": "float16", **_DTYPES},
         f"{_ACTOR}.fsdp_config.dtype": _DTYPES,
         f"{_ACTOR}.fsdp_config.model_dtype": _MODEL_DTYPES,
+        f"{_ROLLOUT}.nnodes": {"0": None},
     },
+    frozenset(
+        {
+            *(f"{section}.optim.lr_scheduler_type" for section in (_ACTOR, "critic")),
+            *(f"{section}.ppo_micro_batch_size_per_gpu" for section in (_ACTOR, "critic")),
+            "algorithm.filter_groups.metric",
+            "algorithm.rollout_correction.rollout_rs_threshold",
+            *("reward.custom_reward_function.name", "reward.num_workers", "reward.reward_manager.name"),
+            *("reward.reward_model.enable", "reward.sandbox.memory_mb"),
+            *(f"reward.reward_model.rollout.{name}" for name in ("name", *_REWARD_ENGINE)),
+            "trainer.profile.tools",
+        }
+    ),
 )
 SFT_ALIASES = Aliases(
     {
@@ -182,6 +215,8 @@ def canonicalize_tree(tree: Mapping[str, Any], hints: list[str], problems: list[
     seen: dict[Path, tuple[Path, Any]] = {}
     for path, value in iter_leaves(tree):
         target, meant = canonicalize(path, value, hints, aliases)
+        if aliases.unsets(target, meant):
+            continue
         if target in seen and seen[target][1] != meant:
             first, other = seen[target]
             key, new, old = join_path(target), format_value(meant), format_value(other)

@@ -1,7 +1,8 @@
-"""What becomes of a key that launch scripts use and that is no setting here."""
+"""Answers to keys of launch scripts that are not settings here."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -23,7 +24,7 @@ class KeyRule:
     harmless: tuple[str, ...] = ()
     """Values with which a refused key needs nothing, as `format_value` writes them."""
     instead: str = ""
-    """The setting to use in place of a refused key."""
+    """The setting to use in place of a refused key, or a sentence that begins with `use`."""
 
     def refuses(self, value: Any) -> bool:
         """Whether the key with this value needs a feature that is missing."""
@@ -34,7 +35,8 @@ class KeyRule:
         shown = format_value(value)
         if self.refuses(value):
             harmless = [item for item in self.harmless if item not in ("null", "")]
-            fix = f"set {self.instead} instead" if self.instead else "remove it"
+            fix = self.instead or "remove it"
+            fix = fix if fix.startswith(("use ", "remove ")) else f"set {fix} instead"
             fix += f", or set {key}={harmless[0]}" if harmless else ""
             return f"{key}: {shown} requires {self.text}, which is not supported yet; {fix}"
         if self.kind == "needs":
@@ -48,8 +50,8 @@ class Rules(NamedTuple):
     """The answers of one run type.
 
     `keys` maps keys to answers: a key answers for all keys below it, and the longest match wins. `values` maps settings
-    and sections to the values that need a missing feature, with its name. `choices` maps sections to the members of
-    Hydra's config groups that are what verl does anyway.
+    and sections to patterns of values that need a missing feature, with its name. `choices` maps sections to the
+    members of Hydra's config groups that are what verl does anyway.
     """
 
     keys: Mapping[str, KeyRule]
@@ -58,18 +60,26 @@ class Rules(NamedTuple):
 
 
 def always_on(reason: str) -> KeyRule:
-    """The key asks for what is done here anyway."""
+    """Accept a key that asks for what is always done here."""
     return KeyRule("always on", reason)
 
 
 def ignored(reason: str) -> KeyRule:
-    """The key changes no results, or has nothing to act on here."""
+    """Accept a key that changes no results, or has no effect here."""
     return KeyRule("ignored", reason)
 
 
 def needs(feature: str, *harmless: str, instead: str = "") -> KeyRule:
-    """The key is refused by the name of a feature, except with the `harmless` values."""
+    """Refuse a key by the name of a missing feature, except with the `harmless` values."""
     return KeyRule("needs", feature, (*harmless, "null", ""), instead)
+
+
+def switch(section: str, feature: str, name: str = "enable", instead: str = "") -> dict[str, KeyRule]:
+    """Refuse a section of a missing feature if its switch is on; the other keys have no effect without the switch."""
+    return {
+        section: ignored(f"{section}.{name} turns on {feature}, which is not supported yet"),
+        f"{section}.{name}": needs(feature, "false", instead=instead),
+    }
 
 
 def find_rule(path: Path, rules: Rules) -> KeyRule | None:
@@ -83,7 +93,8 @@ def find_rule(path: Path, rules: Rules) -> KeyRule | None:
 def find_refused_value(path: Path, value: Any, rules: Rules) -> str | None:
     """Return the problem of a setting or section whose value needs a missing feature."""
     key = join_path(path)
-    feature = rules.values.get(key, {}).get(str(value))
+    features = (name for pattern, name in rules.values.get(key, {}).items() if re.fullmatch(pattern, str(value)))
+    feature = next(features, None)
     return None if feature is None else needs(feature).describe(key, value)
 
 
