@@ -13,7 +13,8 @@ from verl.config.batch_sizes import BatchSizes
 from verl.data.plan import Planner
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.settings import FsdpSettings
-from verl.training.policy.trainer import PolicyTrainer, PrimeRewardModel
+from verl.training.policy.prime import PrimeRewardModel
+from verl.training.policy.trainer import PolicyTrainer
 from verl.training.process_group import init_process_group
 from verl.training.settings import Schedule
 from verl.types import Sample, SampleHandle

@@ -31,7 +31,7 @@ class LossInputs:
     mask: Tensor
     offsets: Tensor
     ref_logprobs: Tensor | None = None
-    chosen: Tensor | None = None  # bool: tokens that the prepass over the mini-batch selected
+    selected: Tensor | None = None  # bool: tokens that the prepass over the mini-batch has selected
 
     @property
     def ratio(self) -> Tensor:
@@ -104,15 +104,15 @@ def gpg(x: LossInputs, o: LossOptions) -> PolicyLoss:
 
 
 def clip_cov(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """PPO's clip without the dual one; `chosen` tokens, a share of those with a high cov(A, lp), have no gradient."""
+    """PPO's clip without the dual one; `selected` tokens, a share of those with a high cov(A, lp), have no gradient."""
     plain = _clip(x.ratio, x.advantages, o)
-    return replace(plain, loss=torch.where(_chosen(x), plain.loss.detach(), plain.loss))
+    return replace(plain, loss=torch.where(_get_selected(x), plain.loss.detach(), plain.loss))
 
 
 def kl_cov(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """-A*r, plus coef * |d| on the `chosen` tokens, those with the highest cov(A, lp)."""
+    """-A*r, plus coef * |d| on the `selected` tokens, those with the highest cov(A, lp)."""
     distance = (x.logprobs - x.old_logprobs).abs()
-    return PolicyLoss(-x.advantages * x.ratio + torch.where(_chosen(x), o.ppo_kl_coef * distance, 0.0))
+    return PolicyLoss(-x.advantages * x.ratio + torch.where(_get_selected(x), o.ppo_kl_coef * distance, 0.0))
 
 
 def dpo(x: LossInputs, o: LossOptions) -> PolicyLoss:
@@ -209,7 +209,7 @@ def _clip(ratio: Tensor, advantages: Tensor, o: LossOptions) -> PolicyLoss:
     return PolicyLoss(loss, is_clipped & (ratio > 1.0), is_clipped & (ratio < 1.0))
 
 
-def _chosen(x: LossInputs) -> Tensor:
-    if x.chosen is None:
-        raise ValueError("clip_cov, kl_cov: the batch has no chosen tokens; run the prepass over the mini-batch first")
-    return x.chosen
+def _get_selected(x: LossInputs) -> Tensor:
+    if x.selected is None:
+        raise ValueError("clip_cov, kl_cov: no tokens are selected; run the prepass over the mini-batch first")
+    return x.selected

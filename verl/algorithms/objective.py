@@ -66,7 +66,7 @@ class Batch(Protocol):
     values: Tensor | None
     returns: Tensor | None
     weights: Tensor | None
-    chosen: Tensor | None
+    selected: Tensor | None
     shares: Tensor | None
     episode_tokens: Tensor | None
 
@@ -153,7 +153,7 @@ def make_loss_inputs(logprobs: Tensor, batch: Batch) -> LossInputs:
         batch.mask,
         batch.offsets,
         batch.ref_logprobs,
-        batch.chosen,
+        batch.selected,
     )
 
 

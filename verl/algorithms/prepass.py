@@ -64,7 +64,7 @@ def prepass_clip_cov(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: 
     is_clipped = ((x.advantages > 0) & above) | ((x.advantages < 0) & below)
     eligible = x.mask & (cov > o.clip_cov_lb) & (cov < o.clip_cov_ub) & ~is_clipped
     tokens, candidates = samples.total(x.mask, eligible)
-    return _choose(eligible & (noise < o.clip_cov_ratio * tokens / max(candidates, 1.0)), samples)
+    return _select(eligible & (noise < o.clip_cov_ratio * tokens / max(candidates, 1.0)), samples)
 
 
 def prepass_kl_cov(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: LossOptions) -> PrepassResult:
@@ -74,9 +74,9 @@ def prepass_kl_cov(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: Lo
     count = max(1, int(o.kl_cov_ratio * tokens))
     first = _sort(samples.gather(_sort(torch.stack([key, noise], 1)[x.mask])[:count]))[:count]
     if not len(first):
-        return _choose(torch.zeros_like(x.mask), samples)
+        return _select(torch.zeros_like(x.mask), samples)
     last_key, last_noise = first[-1]
-    return _choose(x.mask & ((key < last_key) | ((key == last_key) & (noise <= last_noise))), samples)
+    return _select(x.mask & ((key < last_key) | ((key == last_key) & (noise <= last_noise))), samples)
 
 
 def pairs(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,6 +150,6 @@ def _sort(rows: Tensor) -> Tensor:
     return rows[rows[:, 0].argsort(stable=True)]
 
 
-def _choose(chosen: Tensor, samples: AdvantageInputs) -> PrepassResult:
-    count, tokens = samples.total(chosen, samples.mask)
-    return PrepassResult({"chosen": chosen}, {"actor/chosen_tokens": count / max(tokens, 1.0)})
+def _select(selected: Tensor, samples: AdvantageInputs) -> PrepassResult:
+    count, tokens = samples.total(selected, samples.mask)
+    return PrepassResult({"selected": selected}, {"actor/chosen_tokens": count / max(tokens, 1.0)})

@@ -179,7 +179,7 @@ def _loss_inputs(seed: int, reach: float) -> LossInputs:
         mask=mask,
         offsets=offsets,
         ref_logprobs=logprobs + reach * (2.0 * draw[3] - 1.0),
-        chosen=mask & (draw[3] < 0.3),
+        selected=mask & (draw[3] < 0.3),
     )
 
 

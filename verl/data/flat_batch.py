@@ -35,7 +35,7 @@ class FlatBatch:
     values: Tensor | None = None  # [T] float32, under the critic before the update
     returns: Tensor | None = None  # [T] float32, targets of the critic
     weights: Tensor | None = None  # [T] float32, importance weights of rollout correction
-    chosen: Tensor | None = None  # [T] bool: tokens selected by the prepass of a loss
+    selected: Tensor | None = None  # [T] bool: tokens that the prepass of a loss has selected
     routed_experts: Tensor | None = None  # [T, layers, k] int16: experts of an MoE; -1 if unknown
     teacher_logprobs: Tensor | None = None  # [T] float32, under the teacher
     turn_rewards: Tensor | None = None  # [T] float32: the reward of a turn, on its last token
@@ -96,14 +96,14 @@ class FlatBatch:
 
     def select(self, indices: Sequence[int] | np.ndarray | Tensor) -> FlatBatch:
         """Return the sequences at `indices`, in that order."""
-        chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.offsets.device)
-        lengths = self.lengths[chosen]
+        selected = torch.as_tensor(indices, dtype=torch.int64, device=self.offsets.device)
+        lengths = self.lengths[selected]
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        shift = torch.repeat_interleave(self.offsets[:-1][chosen] - offsets[:-1], lengths)
+        shift = torch.repeat_interleave(self.offsets[:-1][selected] - offsets[:-1], lengths)
         take = torch.arange(shift.numel(), device=shift.device) + shift
         return type(self)(
             offsets=offsets,
-            for_teacher=None if self.for_teacher is None else self.for_teacher.select(chosen),
+            for_teacher=None if self.for_teacher is None else self.for_teacher.select(selected),
             **{name: value[take] for name, value in self._per_token().items()},
         )
 

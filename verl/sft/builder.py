@@ -24,7 +24,7 @@ from verl.trainer.build.runtime import RunBuilder, device_hints
 from verl.trainer.build.worker_settings import deadlines, lora_settings, model_settings, with_optimizer
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
-from verl.workers.ranks import RankSettings
+from verl.workers.train_base import RankSettings
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from verl.errors import CheckpointError, ConfigError, EngineError
 from verl.private_files import create_private_file, make_folder
 from verl.tracking.console import Console
 from verl.trainer.launcher import train
-from verl.workers.inputs import check_model, find_tokenizer
+from verl.workers.model_objects import check_model_object, find_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -181,7 +181,7 @@ class _Trainer:
     def _settings(self, prompts: Prompts) -> dict[str, Any]:
         config, folder, uses_kl = self.config, self.folder, self.config.kl_coef > 0
         if not isinstance(self.model, str | Path):
-            check_model(self.model)
+            check_model_object(self.model)
         validation = None if self.validation is None else write_rows(self.validation, folder / "validation.jsonl")
         return {
             "data.train_files": write_rows(

@@ -16,7 +16,7 @@ from verl.errors import CheckpointError, list_some
 from verl.tracking.console import Console
 
 if TYPE_CHECKING:
-    from verl.workers.ranks import RankGroup
+    from verl.workers.train_base import RankGroup
 
 T = TypeVar("T")
 

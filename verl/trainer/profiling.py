@@ -10,7 +10,7 @@ from verl.config.batch_sizes import count_train_ranks
 from verl.config.schema import Config, SftConfig
 from verl.tracking.console import Console
 from verl.training.settings import ProfileSettings
-from verl.workers.ranks import RankGroup
+from verl.workers.train_base import RankGroup
 
 
 class RunProfiler:

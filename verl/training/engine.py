@@ -214,7 +214,7 @@ CONTENTS = {"model": ("model", "base"), "optimizer": ("optimizer",), "extra": ("
 def select_contents(
     states: Mapping[str, dict[str, Any]], contents: Mapping[str, Collection[str]] | None
 ) -> dict[str, dict[str, Any]]:
-    """Return the wanted parts of each folder's state, all of them by default; folders without any are left out.
+    """Return the wanted parts of each folder's state, all of them by default; folders without any are dropped.
 
     >>> select_contents({"actor": {"model": 1, "rng": 2}, "critic": {"model": 3}}, {"actor": ["extra"], "critic": []})
     {'actor': {'rng': 2}}

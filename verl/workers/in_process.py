@@ -52,7 +52,7 @@ from verl.types import Prompt, Sample, SamplingParams
 from verl.waiting import EventLoopThread
 from verl.weights.bucket import load_hf, pack, to_hf
 from verl.workers.episodes import put_sample
-from verl.workers.inputs import check_model, find_tokenizer
+from verl.workers.model_objects import check_model_object, find_tokenizer
 from verl.workers.optimizer_state import expose_moments, load_moments, read_optimizer
 from verl.workers.rollout import make_engine
 
@@ -104,7 +104,7 @@ class RolloutWorker:
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> None:
-        check_model(model)
+        check_model_object(model)
         if inference_engine not in ENGINES:
             raise ConfigError([f"inference_engine: {inference_engine!r} is not an engine; use {' or '.join(ENGINES)}"])
         device = resolve_engine_device(inference_engine, _resolve_device(device))
@@ -250,7 +250,7 @@ class TrainerWorker:
         mini_batch_size: int | None = None,
         micro_batch_tokens: int = 16384,
     ) -> None:
-        check_model(model)
+        check_model_object(model)
         _check_estimator(estimator)
         loss = LossOptions(clip_low=clip_range, clip_high=clip_range)
         settings, device = read_optimizer(optimizer), _resolve_device(device)

@@ -16,7 +16,7 @@ from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
 from verl.training.registry import build_engine
 from verl.training.settings import EngineSettings
-from verl.workers.ranks import BaseTrainWorker, RankGroup, RankSettings, explain_out_of_memory
+from verl.workers.train_base import BaseTrainWorker, RankGroup, RankSettings, explain_out_of_memory
 
 if TYPE_CHECKING:
     from verl.training.engine import TrainEngine
@@ -56,8 +56,9 @@ class TrainWorker(BaseTrainWorker):
         """
         import torch
 
+        from verl.training.policy.prime import PrimeRewardModel
         from verl.training.policy.teacher import TeacherEngine
-        from verl.training.policy.trainer import PolicyTrainer, PrimeRewardModel, load_functions
+        from verl.training.policy.trainer import PolicyTrainer, load_functions
 
         def build(model: EngineSettings | None) -> TrainEngine[Any] | None:
             return None if model is None else build_engine(model)

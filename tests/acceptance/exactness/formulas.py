@@ -370,7 +370,7 @@ def policy(draw, batch, objective, weights, value, gradient) -> float:
                 "ref_logprobs": flat(part, "ref"),
                 "advantages": flat(part, "advantages"),
                 "weights": torch.tensor([w for x in part for w in weight_of[id(x)]], dtype=torch.float64),
-                "chosen": None,
+                "selected": None,
                 **UNBRANCHED,
             }
             micro_batches.append(SimpleNamespace(**(fields | seen.fields)))
@@ -386,7 +386,7 @@ def policy(draw, batch, objective, weights, value, gradient) -> float:
         rows = iter_rows(parts, slopes)
         worst = max(worst, difference(ours, value), difference([rows[id(x)] for x in batch], gradient))
         if objective.algorithm.loss_mode in ("clip_cov", "kl_cov"):
-            chosen = iter_rows(parts, [micro.chosen for micro in micro_batches])
+            chosen = iter_rows(parts, [micro.selected for micro in micro_batches])
             worst = max(worst, difference([chosen[id(x)] for x in batch], [x.chosen for x in batch]))
     return worst
 
@@ -414,7 +414,7 @@ def objective(draw: random.Random) -> float:
         mask=mask,
         offsets=offsets,
         weights=None,
-        chosen=None,
+        selected=None,
         **UNBRANCHED,
         **{k: flat(batch, v) for k, v in names.items()},
     )

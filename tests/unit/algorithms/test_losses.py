@@ -67,7 +67,7 @@ def test_vanilla_is_its_formula(log_ratio, advantage):
     ],
 )
 def test_a_clip_is_reported_exactly_where_it_takes_the_gradient(loss, log_ratio, advantage, clip):
-    x = tokens([log_ratio], [advantage], chosen=torch.tensor([False]))
+    x = tokens([log_ratio], [advantage], selected=torch.tensor([False]))
     policy = loss(x, OPTIONS)
     if policy.clipped_dual is None and clip == "clipped_dual":
         clip = None
@@ -125,21 +125,21 @@ def test_geo_mean_of_mixed_advantages_goes_by_their_mean():
 
 def test_clip_cov_takes_the_gradient_of_chosen_tokens_and_nothing_else():
     plain = tokens([0.1, 0.1, 0.5], [1.0, 1.0, 1.0])
-    x = tokens([0.1, 0.1, 0.5], [1.0, 1.0, 1.0], chosen=torch.tensor([True, False, False]))
+    x = tokens([0.1, 0.1, 0.5], [1.0, 1.0, 1.0], selected=torch.tensor([True, False, False]))
     policy = clip_cov(x, OPTIONS)
     assert policy.loss.tolist() == vanilla(plain, OPTIONS).loss.tolist()
     assert slopes(policy, x) == pytest.approx([0.0, -math.exp(0.1), 0.0])
 
 
 def test_clip_cov_has_no_dual_clip():
-    x = tokens([2.0], [-1.0], chosen=torch.tensor([False]))
+    x = tokens([2.0], [-1.0], selected=torch.tensor([False]))
     policy = clip_cov(x, OPTIONS)
     assert policy.loss.tolist() == pytest.approx([math.exp(2.0)]), "vanilla stops at 3"
     assert slopes(policy, x) == pytest.approx([math.exp(2.0)])
 
 
 def test_kl_cov_pulls_chosen_tokens_back():
-    x = tokens([0.5, -0.5, 0.5], [1.0] * 3, chosen=torch.tensor([True, True, False]))
+    x = tokens([0.5, -0.5, 0.5], [1.0] * 3, selected=torch.tensor([True, True, False]))
     options = LossOptions(ppo_kl_coef=2.0)
     up, down = math.exp(0.5), math.exp(-0.5)
     assert kl_cov(x, options).loss.tolist() == pytest.approx([1.0 - up, 1.0 - down, -up])

@@ -26,7 +26,7 @@ def example():
         advantages=torch.randn(11).double(),
         returns=None,
         weights=None,
-        chosen=None,
+        selected=None,
         shares=None,
         episode_tokens=None,
     )

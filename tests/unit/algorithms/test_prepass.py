@@ -51,7 +51,7 @@ def test_clip_cov_chooses_its_share_of_free_tokens_within_the_bounds():
     x, episodes, noise = mini_batch()
     o = LossOptions(clip_cov_ratio=0.05, clip_cov_lb=0.2, clip_cov_ub=3.0)
     results = prepass_clip_cov(x, episodes, noise, o)
-    chosen, cov, plain = results.fields["chosen"], covariance(x, episodes), vanilla(x, o)
+    chosen, cov, plain = results.fields["selected"], covariance(x, episodes), vanilla(x, o)
     is_clipped = plain.clipped_high | plain.clipped_low
     assert not (chosen & (~x.mask | is_clipped | (cov <= 0.2) | (cov >= 3.0))).any()
     share = chosen.sum() / x.mask.sum()
@@ -64,7 +64,7 @@ def test_kl_cov_chooses_exactly_its_share_also_among_equals(tied):
     x, episodes, noise = mini_batch()
     if tied:
         x = LossInputs(x.logprobs, x.old_logprobs, torch.zeros_like(x.advantages), x.mask, x.offsets)
-    chosen = prepass_kl_cov(x, episodes, noise, LossOptions(kl_cov_ratio=0.1)).fields["chosen"]
+    chosen = prepass_kl_cov(x, episodes, noise, LossOptions(kl_cov_ratio=0.1)).fields["selected"]
     assert int(chosen.sum()) == int(x.mask.sum()) // 10
     assert not (chosen & ~x.mask).any()
     cov = covariance(x, episodes)
@@ -73,11 +73,11 @@ def test_kl_cov_chooses_exactly_its_share_also_among_equals(tied):
 
 def test_kl_cov_chooses_at_least_one_and_none_of_an_empty_batch():
     x, episodes, noise = mini_batch(count=20)
-    assert prepass_kl_cov(x, episodes, noise, LossOptions()).fields["chosen"].sum() == 1
+    assert prepass_kl_cov(x, episodes, noise, LossOptions()).fields["selected"].sum() == 1
     nothing = [torch.zeros_like(x.mask)] * 2
     x = LossInputs(x.logprobs, x.old_logprobs, x.advantages, nothing[0], x.offsets)
     episodes = AdvantageInputs(episodes.scores, episodes.groups, nothing[1], x.offsets, episodes.rewards)
-    assert not prepass_kl_cov(x, episodes, noise, LossOptions()).fields["chosen"].any()
+    assert not prepass_kl_cov(x, episodes, noise, LossOptions()).fields["selected"].any()
 
 
 @given(scores_and_noise, st.randoms(use_true_random=False))

@@ -19,7 +19,8 @@ from verl.algorithms.settings import (
     LossOptions,
 )
 from verl.data.flat_batch import FlatBatch
-from verl.training.policy.trainer import PolicyTrainer, PrimeRewardModel
+from verl.training.policy.prime import PrimeRewardModel
+from verl.training.policy.trainer import PolicyTrainer
 from verl.types import Sample
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
@@ -53,10 +54,10 @@ def test_kl_cov_holds_the_tokens_that_have_the_largest_covariance_now(prompts: i
         advantages, logprobs = batch.advantages[mask], now[mask]
         covariance = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
         count = max(1, int(0.3 * int(mask.sum())))
-        assert int(batch.chosen.sum()) == count
-        chosen = batch.chosen[mask]
+        assert int(batch.selected.sum()) == count
+        chosen = batch.selected[mask]
         assert covariance[chosen].min() > covariance[~chosen].max()
-    counts = [int(batch.chosen.sum()) / int(batch.mask.sum()) for batch in actor.seen]
+    counts = [int(batch.selected.sum()) / int(batch.mask.sum()) for batch in actor.seen]
     assert metrics["actor/chosen_tokens"] == pytest.approx(np.mean(counts))
 
 
@@ -70,9 +71,9 @@ def test_clip_cov_takes_the_gradient_of_a_share_of_all_tokens(prompts: int) -> N
     actor = Table()
     step = step_of(with_rollout_logprobs(samples, actor), prompts=20 * prompts)
     metrics = step.run(PolicyTrainer(actor, algorithm_of("clip_cov")))
-    shares = [float(batch.chosen.sum() / batch.mask.sum()) for batch in actor.seen]
+    shares = [float(batch.selected.sum() / batch.mask.sum()) for batch in actor.seen]
     assert all(0.25 < share < 0.55 for share in shares)  # 0.4 in expectation, of 300 tokens or more
-    assert all(not (batch.chosen & ~batch.mask).any() for batch in actor.seen)
+    assert all(not (batch.selected & ~batch.mask).any() for batch in actor.seen)
     assert metrics["actor/chosen_tokens"] == pytest.approx(np.mean(shares))
 
 

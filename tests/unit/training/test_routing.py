@@ -144,7 +144,7 @@ def test_the_auxiliary_loss_is_that_of_transformers_averaged_over_layers(folder)
 
 def test_a_dense_model_is_refused_by_name(folder, tmp_path):
     path = save_family("Qwen3", tmp_path)
-    with pytest.raises(EngineError, match=f"{path}.*no mixture of experts"):
+    with pytest.raises(EngineError, match=f"{path}.*not an MoE"):
         FsdpEngine(FsdpSettings(path, router_replay=True))
 
 

@@ -31,7 +31,7 @@ from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 from verl.trainer.profiling import build_profiler, nsys_options
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import LoopSchedule, TrainLoop, TrainTask
-from verl.workers.ranks import RankGroup
+from verl.workers.train_base import RankGroup
 
 C = TypeVar("C", Config, SftConfig)
 S = TypeVar("S", bound=Section)

@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of a mixture are distributed over a group of ranks, and tokens travel to them.
+"""Expert parallelism: the experts of an MoE model are distributed over a group of ranks, and tokens are sent to them.
 
 Without it, every rank gathers all experts of a layer, of which a token uses few. With it, a rank gathers only the
 experts of its part, and computes the tokens of all ranks of the group that chose them.
@@ -22,14 +22,14 @@ from verl.training.kernels.collectives import all_to_all
 
 
 def distribute_experts(model: nn.Module, mesh: DeviceMesh, path: str) -> list[Any]:
-    """Leave each rank of `mesh` its part of the experts of every mixture; return the modules that hold them.
+    """Leave each rank of `mesh` its part of the experts of every layer; return the modules that hold them.
 
     Parameters are sharded along their first dimension, that of the experts, and may be on the meta device.
     """
-    mixtures: list[Any] = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
-    if not mixtures:
-        raise EngineError(f"model {path}: it is no mixture of experts, so there are no experts to distribute")
-    for experts in mixtures:
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    if not layers:
+        raise EngineError(f"model {path}: it is not an MoE, so there are no experts to distribute")
+    for experts in layers:
         if experts.num_experts % mesh.size():
             raise EngineError(
                 f"model {path}: {mesh.size()} ranks cannot share {experts.num_experts} experts evenly; set "
@@ -40,11 +40,11 @@ def distribute_experts(model: nn.Module, mesh: DeviceMesh, path: str) -> list[An
             experts.register_parameter(name, nn.Parameter(shard, requires_grad=weight.requires_grad))
         local = _LocalExperts(experts, mesh.size())
         experts.forward = partial(_dispatch, local, type(experts).forward, mesh.get_group())
-    return mixtures
+    return layers
 
 
 class _LocalExperts:
-    """What the forward pass of a mixture sees of its module: only the experts of this rank."""
+    """The module of a layer's experts as its forward pass sees it: only with the experts of this rank."""
 
     def __init__(self, experts: Any, ranks: int) -> None:
         self._experts, self.num_experts = experts, experts.num_experts // ranks

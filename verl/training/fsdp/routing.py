@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts in training: recording and replaying their choice, and balancing their load."""
+"""Routers of MoE models in training: recording and replaying their choice, and balancing their load."""
 
 from __future__ import annotations
 
@@ -20,23 +20,21 @@ from verl.training.settings import EngineSettings
 
 def control_routing(
     layers: Sequence[nn.Module], settings: EngineSettings, group: SequenceGroup | None = None
-) -> MixtureRouting | None:
+) -> MoERouting | None:
     """Return the control of a model's routers; None if the settings need none."""
     if not settings.router_replay and not settings.router_aux_loss_coef:
         return None
     coefficient = settings.router_aux_loss_coef
-    return MixtureRouting(
-        layers, settings.model_path, replays=settings.router_replay, coefficient=coefficient, group=group
-    )
+    return MoERouting(layers, settings.model_path, replays=settings.router_replay, coefficient=coefficient, group=group)
 
 
-class MixtureRouting:
-    """Controls the routers of a model with L layers, of which some are mixtures of E experts with k per token.
+class MoERouting:
+    """Controls the routers of a model with L layers, some of which have E experts, k of them per token.
 
     **Replay.** The experts of a batch replace a router's choice. Their weights are still the current router's
     probabilities, so that gradients reach it.
 
-    **Load balancing.** The auxiliary loss is E * sum over experts of f * P, averaged over the mixtures of the model: f
+    **Load balancing.** The auxiliary loss is E * sum over experts of f * P, averaged over the MoE layers: f
     is the expert's number of choices per token, P its mean probability, both over all tokens of the mini-batch. f is
     counted on all ranks before the first backward, from the experts of the batches, so that the loss is a sum over
     tokens and does not depend on micro-batches.
@@ -56,7 +54,7 @@ class MixtureRouting:
     ) -> None:
         self._routers = {index: router for index, layer in enumerate(layers) for router in _find_routers(layer)}
         if not self._routers:
-            raise EngineError(f"model {path}: it is no mixture of experts, so there is no routing to replay or balance")
+            raise EngineError(f"model {path}: it is not an MoE, so there is no routing to replay or balance")
         self._depth, self._experts = len(layers), next(iter(self._routers.values())).num_experts
         self._replays, self._coefficient, self._group = replays, coefficient, group
         self._load: Tensor | None = None

@@ -1,7 +1,7 @@
 """Weights in slices: a model is built on the meta device, and each rank reads its rows of the safetensors files.
 
-transformers may hold in one parameter what a checkpoint has in several tensors, such as the experts of a mixture. Each
-of them is a strided view of the parameter, which follows from the conversion that exports it (`to_hf`). A model for
+transformers may hold in one parameter what a checkpoint has in several tensors, such as the experts of a layer. Each of
+them is a strided view of the parameter, which follows from the conversion that exports it (`to_hf`). A model for
 which this does not hold is loaded whole by every rank.
 """
 
@@ -109,7 +109,7 @@ def _locate(hf: PreTrainedModel, name: str, tensor: Tensor, files: Mapping[str, 
         if key not in files:
             return None
         if view.untyped_storage()._cdata != storage:
-            raise SlicingError(f"{key} is no slice of {name}")
+            raise SlicingError(f"{key} is not a slice of {name}")
         stored.append(StoredTensor(files[key], key, tuple(view.shape), view.stride(), int(view.storage_offset())))
     if sum(math.prod(each.shape) for each in stored) != whole.numel():
         raise SlicingError(f"the tensors in its files do not fill {name}")

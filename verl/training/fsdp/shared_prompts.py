@@ -103,7 +103,7 @@ def find_shared_prompts(batch: FlatBatch) -> SharedPrompts | None:
 def _group_by_prompt(batch: FlatBatch, offsets: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Return groups of sequences that begin alike: (length of the shared prompt, sequences).
 
-    A prompt ends before the first token that the loss uses. If a correction has left out the first tokens of a
+    A prompt ends before the first token that the loss uses. If a correction has dropped the first tokens of a
     response, its sequence still joins those that begin with the true prompt. Every sequence keeps at least one token of
     its own. Replayed experts must be the same, too.
     """

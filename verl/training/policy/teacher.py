@@ -14,7 +14,7 @@ from verl.training.kernels.logprobs import LastLayer
 
 
 class TeacherEngine:
-    """A frozen engine that reads batches as `FlatBatch.for_teacher` has them, if it is set.
+    """A reference engine that reads `FlatBatch.for_teacher` instead of a batch, if it is set.
 
     Its results are aligned to the generated tokens of the batch itself: log-probs are at their positions, and the rows
     of the last layer are in their order.
@@ -57,7 +57,7 @@ class FlooredTeacher:
 
 
 def get_teacher_batch(batch: FlatBatch) -> FlatBatch:
-    """Return the batch that the teacher reads, with the mask of `batch`: tokens left out there are left out here."""
+    """Return the batch that the teacher reads, with the mask of `batch`: tokens dropped there are dropped here."""
     view = batch.for_teacher
     if view is None:
         return batch

@@ -27,7 +27,6 @@ from verl.algorithms.losses import (
 )
 from verl.algorithms.objective import (
     ModelOutput,
-    OutcomeObjective,
     PolicyObjective,
     ValueObjective,
     ValueOutput,
@@ -37,39 +36,14 @@ from verl.algorithms.prepass import PREPASSES, Prepass, token_noise
 from verl.algorithms.settings import AlgorithmSettings
 from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
-from verl.data.plan import RaggedIndices, RankPlan
+from verl.data.plan import RankPlan
 from verl.errors import ConfigError
 from verl.training.engine import KLTarget, ReferenceEngine, TrainEngine, select_contents
+from verl.training.policy.passes import average_steps, compute_logprobs, restore_order
+from verl.training.policy.prime import PrimeRewardModel
 from verl.training.policy.teacher import FlooredTeacher
 from verl.training.profiler import span
 from verl.types import Sample
-
-
-class PrimeRewardModel:
-    """A language model whose log-ratio to its initial weights is the reward of a token: beta * (lp - lp_ref).
-
-    It is trained to predict whether a response is correct from the sum over its tokens. A score from 0 to 1 is taken as
-    the probability of being correct; scores outside are clamped.
-    """
-
-    def __init__(
-        self, model: TrainEngine[ModelOutput], reference: ReferenceEngine[ModelOutput], *, beta: float
-    ) -> None:
-        self.model, self._reference, self._beta = model, reference, beta
-        self._objective = OutcomeObjective(beta)
-
-    def train_and_score(self, batch: FlatBatch, plan: RankPlan) -> tuple[Tensor, dict[str, float]]:
-        """Train on the outcomes of the samples, then return the rewards of all tokens [T] and the metrics.
-
-        A model that has not seen these samples would reward their tokens almost at random at first, and the rewards
-        are normalized whatever their size: the policy would unlearn.
-        """
-        ref = _compute_logprobs(self._reference, batch, plan.forward)
-        outcomes = torch.from_numpy(plan.scores).clamp(0.0, 1.0).float()[batch.segment_ids]
-        batch = batch.with_(ref_logprobs=ref, returns=outcomes)
-        steps = [self.model.update(batch.split(parts), self._objective) for parts in plan.policy]
-        log_ratio = torch.where(batch.mask, _compute_logprobs(self.model, batch, plan.forward) - ref, 0.0)
-        return self._beta * log_ratio.double(), _average_steps(steps, "process")
 
 
 class _ExtraOutputs(NamedTuple):
@@ -129,10 +103,10 @@ class PolicyTrainer:
             with span("critic update"):
                 steps = [self.critic.update(batch.split(parts), self._value_objective) for parts in plan.critic]
             self.critic.advance_schedule()
-            metrics |= _average_steps(steps, "critic")
+            metrics |= average_steps(steps, "critic")
         if self._steps >= self.algorithm.critic_warmup:
             with span("actor update"):
-                metrics |= _average_steps(list(self._update_actor(plan)), "actor")
+                metrics |= average_steps(list(self._update_actor(plan)), "actor")
             self.actor.advance_schedule()
         self._steps += 1
         every = self.algorithm.ref_update_freq
@@ -187,22 +161,22 @@ class PolicyTrainer:
         else:
             with span("old log-probs"):
                 outputs = self.actor.forward(batch.split(cuts), reference=exact, with_squares=self._uses_squares)
-            batch = batch.with_(old_logprobs=_restore_order(batch, cuts, [output.logprobs for output in outputs]))
+            batch = batch.with_(old_logprobs=restore_order(batch, cuts, [output.logprobs for output in outputs]))
             if routed := [output.routed_experts for output in outputs if output.routed_experts is not None]:
-                batch = batch.with_(routed_experts=_restore_order(batch, cuts, routed))
+                batch = batch.with_(routed_experts=restore_order(batch, cuts, routed))
         if self.reference is not None:
             with span("reference log-probs"):
-                batch = batch.with_(ref_logprobs=_compute_logprobs(self.reference, batch, plan.reference))
+                batch = batch.with_(ref_logprobs=compute_logprobs(self.reference, batch, plan.reference))
         if self.teacher is not None and not self._distills_in_loss:
             with span("teacher log-probs"):
-                batch = batch.with_(teacher_logprobs=_compute_logprobs(self.teacher, batch, plan.reference))
+                batch = batch.with_(teacher_logprobs=compute_logprobs(self.teacher, batch, plan.reference))
         if self.critic is not None:
             with span("values"):
                 values = [output.values for output in self.critic.forward(batch.split(cuts))]
-            batch = batch.with_(values=_restore_order(batch, cuts, values))
+            batch = batch.with_(values=restore_order(batch, cuts, values))
 
         def restore(parts: Iterable[Tensor | None]) -> Tensor:
-            return _restore_order(batch, cuts, [part for part in parts if part is not None])
+            return restore_order(batch, cuts, [part for part in parts if part is not None])
 
         uses_squares = self._uses_squares and not self.algorithm.correction.bypass
         return batch, _ExtraOutputs(
@@ -379,20 +353,6 @@ def load_functions(algorithm: AlgorithmSettings) -> tuple[Estimator, LossFunctio
         raise ConfigError([str(error)]) from error
 
 
-def _compute_logprobs(engine: ReferenceEngine[ModelOutput], batch: FlatBatch, cuts: RaggedIndices) -> Tensor:
-    """Compute the log-probs [T] of a batch, one micro-batch after another."""
-    return _restore_order(batch, cuts, [output.logprobs for output in engine.forward(batch.split(cuts))])
-
-
-def _restore_order(batch: FlatBatch, cuts: RaggedIndices, parts: Sequence[Tensor]) -> Tensor:
-    """Return per-token values or rows of micro-batches in the order of the batch's tokens [T]."""
-    indices = batch.with_(tokens=torch.arange(batch.num_tokens)).select(cuts.indices).tokens
-    like = parts[0] if parts else torch.empty(0, dtype=torch.float32)  # a thread's export changes the default dtype
-    values = like.new_zeros(batch.num_tokens, *like.shape[1:])
-    values[indices] = torch.cat([values[:0], *parts])
-    return values
-
-
 def _prefix(name: str, statistics: Mapping[str, float]) -> dict[str, float]:
     return {f"{name}/{key}": value for key, value in statistics.items()}
 
@@ -411,11 +371,3 @@ def _last_generated(batch: FlatBatch) -> tuple[Tensor, Tensor]:
     is_last = torch.ones_like(sequences, dtype=torch.bool)
     is_last[:-1] = sequences[1:] != sequences[:-1]
     return indices[is_last], sequences[is_last]
-
-
-def _average_steps(steps: Sequence[dict[str, float]], role: str) -> dict[str, float]:
-    """Return the means over the optimizer steps of a model, its last learning rate, and the sum of skipped steps."""
-    metrics = {name: float(np.mean([step[name] for step in steps if name in step])) for name in steps[0]}
-    metrics[f"{role}/skipped_steps"] = sum(step[f"{role}/skipped_steps"] for step in steps)
-    metrics[f"{role}/lr"] = steps[-1][f"{role}/lr"]
-    return metrics

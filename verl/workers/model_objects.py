@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def check_model(model: Any) -> None:
+def check_model_object(model: Any) -> None:
     """Refuse wrapped models: they are saved differently, and training would not reach their weights."""
     from transformers import PreTrainedModel
 

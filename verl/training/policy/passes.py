@@ -1,0 +1,36 @@
+"""Passes of an engine over a batch in micro-batches, and the metrics of several updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.objective import ModelOutput
+from verl.data.flat_batch import FlatBatch
+from verl.data.plan import RaggedIndices
+from verl.training.engine import ReferenceEngine
+
+
+def compute_logprobs(engine: ReferenceEngine[ModelOutput], batch: FlatBatch, cuts: RaggedIndices) -> Tensor:
+    """Compute the log-probs [T] of a batch, one micro-batch after another."""
+    return restore_order(batch, cuts, [output.logprobs for output in engine.forward(batch.split(cuts))])
+
+
+def restore_order(batch: FlatBatch, cuts: RaggedIndices, parts: Sequence[Tensor]) -> Tensor:
+    """Return per-token values or rows of micro-batches in the order of the batch's tokens [T]."""
+    indices = batch.with_(tokens=torch.arange(batch.num_tokens)).select(cuts.indices).tokens
+    like = parts[0] if parts else torch.empty(0, dtype=torch.float32)  # a thread's export changes the default dtype
+    values = like.new_zeros(batch.num_tokens, *like.shape[1:])
+    values[indices] = torch.cat([values[:0], *parts])
+    return values
+
+
+def average_steps(steps: Sequence[dict[str, float]], role: str) -> dict[str, float]:
+    """Return the means over the optimizer steps of a model, its last learning rate, and the sum of skipped steps."""
+    metrics = {name: float(np.mean([step[name] for step in steps if name in step])) for name in steps[0]}
+    metrics[f"{role}/skipped_steps"] = sum(step[f"{role}/skipped_steps"] for step in steps)
+    metrics[f"{role}/lr"] = steps[-1][f"{role}/lr"]
+    return metrics
