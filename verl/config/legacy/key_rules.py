@@ -69,7 +69,7 @@ def ignored(reason: str) -> KeyRule:
     return KeyRule("ignored", reason)
 
 
-def needs(feature: str, *harmless: str, instead: str = "") -> KeyRule:
+def missing(feature: str, *harmless: str, instead: str = "") -> KeyRule:
     """Refuse a key by the name of a missing feature, except with the `harmless` values."""
     return KeyRule("needs", feature, (*harmless, "null", ""), instead)
 
@@ -78,7 +78,7 @@ def switch(section: str, feature: str, name: str = "enable", instead: str = "") 
     """Refuse a section of a missing feature if its switch is on; the other keys have no effect without the switch."""
     return {
         section: ignored(f"{section}.{name} turns on {feature}, which is not supported yet"),
-        f"{section}.{name}": needs(feature, "false", instead=instead),
+        f"{section}.{name}": missing(feature, "false", instead=instead),
     }
 
 
@@ -95,7 +95,7 @@ def find_refused_value(path: Path, value: Any, rules: Rules) -> str | None:
     key = join_path(path)
     features = (name for pattern, name in rules.values.get(key, {}).items() if re.fullmatch(pattern, str(value)))
     feature = next(features, None)
-    return None if feature is None else needs(feature).describe(key, value)
+    return None if feature is None else missing(feature).describe(key, value)
 
 
 def is_default_choice(path: Path, value: Any, rules: Rules) -> bool:

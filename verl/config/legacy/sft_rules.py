@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.config.legacy.key_rules import Rules, always_on, ignored, needs
+from verl.config.legacy.key_rules import Rules, always_on, ignored, missing
 from verl.config.legacy.train_rules import (
     CUSTOM_DATASET,
     IMAGES,
@@ -25,12 +25,12 @@ _MEGATRON_ENGINE = (
 SFT_RULES = Rules(
     {
         **{f"engine.{name}": MEGATRON for name in _MEGATRON_ENGINE},
-        "engine": needs("other training engines than FSDP2", "fsdp", "fsdp2", "automodel"),
-        "engine.strategy": needs("other training engines than FSDP2", "fsdp", "fsdp2"),
-        "engine.distributed_strategy": needs("other training engines than FSDP2", "fsdp", "fsdp2"),
-        "engine.cp_size": needs("context parallelism", *ONE),
-        "engine.pp_size": needs("pipeline parallelism", *ONE),
-        "engine.tp_size": needs("tensor parallelism in training", *ONE),
+        "engine": missing("other training engines than FSDP2", "fsdp", "fsdp2", "automodel"),
+        "engine.strategy": missing("other training engines than FSDP2", "fsdp", "fsdp2"),
+        "engine.distributed_strategy": missing("other training engines than FSDP2", "fsdp", "fsdp2"),
+        "engine.cp_size": missing("context parallelism", *ONE),
+        "engine.pp_size": missing("pipeline parallelism", *ONE),
+        "engine.tp_size": missing("tensor parallelism in training", *ONE),
         "engine.forward_prefetch": PREFETCH,
         "engine.use_remove_padding": NO_PADDING,
         "engine.use_torch_compile": ignored("`verl sft` compiles nothing; the results are the same"),
@@ -50,11 +50,11 @@ SFT_RULES = Rules(
         "data.image_patch_size": IMAGES,
         "data.custom_cls": CUSTOM_DATASET,
         "optim.override_optimizer_config": MEGATRON,
-        "optim.min_lr": needs("an absolute minimum learning rate", "0", instead="optim.min_lr_ratio"),
-        "optim.lr_warmup_init": needs(
+        "optim.min_lr": missing("an absolute minimum learning rate", "0", instead="optim.min_lr_ratio"),
+        "optim.lr_warmup_init": missing(
             "an absolute learning rate at the start of the warm-up", "0", instead="optim.init_lr_ratio"
         ),
-        "optim.optimizer_impl": needs(
+        "optim.optimizer_impl": missing(
             "optimizers of other packages",
             "torch.optim",
             "transformer_engine.pytorch.optimizers.fused_adam",
@@ -68,7 +68,7 @@ SFT_RULES = Rules(
         ),
         "optim.master_weights": always_on("unless model.fsdp_config.model_dtype=bfloat16, master weights are float32"),
         "optim.store_param_remainders": ignored("a way to store master weights; the results are the same"),
-        "trainer.default_hdfs_dir": needs("checkpoints on HDFS"),
+        "trainer.default_hdfs_dir": missing("checkpoints on HDFS"),
         "hydra": ignored("verl reads settings with Hydra but does not run under it"),
     },
     {"trainer.device": {"npu": "Ascend NPUs"}, "optim": {"megatron": "Megatron-Core", "veomni": "VeOmni"}},

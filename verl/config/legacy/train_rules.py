@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from verl.config.legacy.key_rules import Rules, always_on, ignored, needs, switch
+from verl.config.legacy.key_rules import Rules, always_on, ignored, missing, switch
 
 ONE, OFF = ("1",), ("false", "0", "none", "disabled")
 
-MEGATRON = needs("Megatron-Core")
-VEOMNI = needs("VeOmni")
-NPU = needs("Ascend NPUs")
-IMAGES = needs("images and videos")
-MTP = needs("multi-token prediction", *OFF)
-ASYNC = needs("asynchronous training")
-SEVERAL_TEACHERS = needs("several teachers")
-CUSTOM_DATASET = needs("custom data set classes")
+MEGATRON = missing("Megatron-Core")
+VEOMNI = missing("VeOmni")
+NPU = missing("Ascend NPUs")
+IMAGES = missing("images and videos")
+MTP = missing("multi-token prediction", *OFF)
+ASYNC = missing("asynchronous training")
+SEVERAL_TEACHERS = missing("several teachers")
+CUSTOM_DATASET = missing("custom data set classes")
 
 NO_PADDING = always_on("batches are packed without padding; results do not depend on it")
 CHUNKED = always_on("log-probs and entropies are computed in chunks and recomputed in the backward pass")
@@ -24,7 +24,7 @@ ORIG_PARAMS = always_on("FSDP2 keeps the original parameters")
 SHARED_MEMORY = ignored("models are read from where they are; copy them to fast storage yourself")
 PROFILER = ignored("a profile holds all that trainer.profile.tools records of a step, in the folder of the run")
 PROFILED = always_on("it runs in the train workers, which trainer.profile records as a whole")
-ENGINE_PROFILER = needs("profiling of engines", *OFF)
+ENGINE_PROFILER = missing("profiling of engines", *OFF)
 EXACT_LENGTHS = ignored("lengths follow data.max_prompt_length and data.max_response_length")
 TEACHER_ENGINE = ignored("the teacher runs in the train workers, not in an engine of its own")
 DYNAMIC = ignored("log-prob passes are batched as training is (actor_rollout_ref.actor.use_dynamic_bsz)")
@@ -35,13 +35,13 @@ CHECKPOINT_STRICT = ignored("checkpoints are always verified and loaded complete
 CHUNK_SIZE = ignored("actor_rollout_ref.model.logprob_chunk_size sets the size of chunks; the results are the same")
 BY_ROLE = ignored("what is trained follows from the role of the model")
 SEED = ignored("trainer.seed seeds every random choice of a run")
-DETERMINISM = needs("determinism of one engine alone", *OFF, instead="trainer.deterministic=true")
+DETERMINISM = missing("determinism of one engine alone", *OFF, instead="trainer.deterministic=true")
 PACKED = ignored("batches have no padding")
-ENGINE_STRATEGY = needs("other training engines than FSDP2", "fsdp", "fsdp2")
+ENGINE_STRATEGY = missing("other training engines than FSDP2", "fsdp", "fsdp2")
 OTHER_ADAPTERS = "other adapters than LoRA with its usual initial values"
-CUSTOM_MANAGER = needs("custom reward managers", "register", instead="reward.custom_reward_function.path")
+CUSTOM_MANAGER = missing("custom reward managers", "register", instead="reward.custom_reward_function.path")
 GENERATIVE = "generative reward models"
-MODEL_FILES = needs("a model whose parts have different sources")
+MODEL_FILES = missing("a model whose parts have different sources")
 COMPILED = ignored("actor_rollout_ref.actor.use_torch_compile decides for all models; the results are the same")
 
 _A, _R, _REF, _M = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
@@ -52,28 +52,28 @@ _ENGINES = {
     f"{_REF}.megatron": MEGATRON,
     "critic.megatron": MEGATRON,
     f"{_A}.engine": MEGATRON,
-    f"{_A}.model_engine": needs("Megatron-Core", "fsdp", "fsdp2", "dp"),
-    "model_engine": needs("Megatron-Core", "fsdp", "fsdp2", "dp"),
+    f"{_A}.model_engine": missing("Megatron-Core", "fsdp", "fsdp2", "dp"),
+    "model_engine": missing("Megatron-Core", "fsdp", "fsdp2", "dp"),
     f"{_A}.optim.lr_decay_steps": MEGATRON,
     f"{_A}.veomni": VEOMNI,
     f"{_REF}.veomni": VEOMNI,
-    f"{_R}.engine_kwargs.trtllm": needs("TensorRT-LLM"),
-    f"{_R}.moe_tensor_parallel_size": needs("TensorRT-LLM"),
+    f"{_R}.engine_kwargs.trtllm": missing("TensorRT-LLM"),
+    f"{_R}.moe_tensor_parallel_size": missing("TensorRT-LLM"),
     **{
         f"{section}.{name}": rule
         for section in (_A, "critic")
         for name, rule in {
             "optim.override_optimizer_config": MEGATRON,
-            "optim.min_lr": needs("an absolute minimum learning rate", "0", instead=f"{section}.optim.min_lr_ratio"),
-            "optim.optimizer_impl": needs(
+            "optim.min_lr": missing("an absolute minimum learning rate", "0", instead=f"{section}.optim.min_lr_ratio"),
+            "optim.optimizer_impl": missing(
                 "optimizers of other packages", "torch.optim", instead=f"{section}.optim.name"
             ),
             "optim.total_training_steps": ignored("schedules end with the run (trainer.total_training_steps)"),
-            "optim.num_cycles": needs("cosine schedules of another length than half a cycle", "0.5"),
+            "optim.num_cycles": missing("cosine schedules of another length than half a cycle", "0.5"),
             "optim.zero_indexed_step": ignored("schedules count steps from 1: the first step of a warm-up trains too"),
             "checkpoint.strict": CHECKPOINT_STRICT,
-            "checkpoint.async_save": needs("checkpoints that are saved during the next step", *OFF),
-            "ppo_micro_batch_size": needs(
+            "checkpoint.async_save": missing("checkpoints that are saved during the next step", *OFF),
+            "ppo_micro_batch_size": missing(
                 "micro-batch sizes of all GPUs together", instead=f"{section}.ppo_micro_batch_size_per_gpu"
             ),
             "data_loader_seed": SEED,
@@ -81,7 +81,7 @@ _ENGINES = {
     },
     **{f"{section}.rollout_n": ignored(f"follows {_R}.n") for section in (_A, _REF, "critic")},
     **{
-        f"{section}.log_prob_micro_batch_size": needs(
+        f"{section}.log_prob_micro_batch_size": missing(
             "micro-batch sizes of all GPUs together", instead=f"{section}.log_prob_micro_batch_size_per_gpu"
         )
         for section in (_R, _REF)
@@ -89,7 +89,7 @@ _ENGINES = {
     "trainer.use_legacy_worker_impl": ignored("there is one implementation of workers"),
     "async_training": ASYNC,
     f"{_R}.total_rollout_steps": ASYNC,
-    "data.gen_batch_size": needs("batches of generation that differ from data.train_batch_size"),
+    "data.gen_batch_size": missing("batches of generation that differ from data.train_batch_size"),
 }
 _SHARDING = {
     **{f"{section}.use_remove_padding": NO_PADDING for section in (_M, "critic.model", "reward.reward_model.model")},
@@ -118,7 +118,7 @@ _SHARDING = {
             **{name.removeprefix("."): rule for name, rule in switch(".qat", "quantization-aware training").items()},
         }.items()
     },
-    f"{_REF}.strategy": needs("another engine for the reference than for the actor", "fsdp", "fsdp2"),
+    f"{_REF}.strategy": missing("another engine for the reference than for the actor", "fsdp", "fsdp2"),
     f"{_REF}.use_torch_compile": ignored("the reference is compiled as the actor is"),
     f"{_REF}.fsdp_config.model_dtype": ignored(
         f"the reference is stored as the actor is ({_A}.fsdp_config.model_dtype)"
@@ -138,23 +138,23 @@ _SHARDING = {
     f"{_A}.use_remove_padding": NO_PADDING,
     f"{_A}.use_fused_kernels": always_on("logits are never stored as a whole"),
     f"{_A}.calculate_entropy": always_on("the entropy is a metric of every step"),
-    f"{_A}.freeze_vision_tower": needs("images and videos", *OFF),
-    f"{_A}.policy_loss.dro_beta": needs("DRO"),
-    f"{_A}.router_replay.record_file": needs("routing replay from files"),
-    f"{_A}.router_replay.replay_file": needs("routing replay from files"),
+    f"{_A}.freeze_vision_tower": missing("images and videos", *OFF),
+    f"{_A}.policy_loss.dro_beta": missing("DRO"),
+    f"{_A}.router_replay.record_file": missing("routing replay from files"),
+    f"{_A}.router_replay.replay_file": missing("routing replay from files"),
     **switch(f"{_A}.qat", "quantization-aware training"),
     f"{_A}.calculate_sum_pi_squared": ignored("computed if algorithm.adv_estimator needs it"),
     "actor_rollout_ref.nccl_timeout": ignored("trainer.deadlines sets the time limits of workers"),
 }
 _ADAPTER = {
-    "type": needs(OTHER_ADAPTERS, "lora"),
-    "dropout": needs("dropout in adapters", "0", "0.0"),
+    "type": missing(OTHER_ADAPTERS, "lora"),
+    "dropout": missing("dropout in adapters", "0", "0.0"),
     "dropout_position": ignored("adapters have no dropout"),
-    "exclude_modules": needs("adapters that exclude modules", "[]", instead=f"{_A}.peft.target_modules"),
-    "lora_A_init_method": needs(OTHER_ADAPTERS, "kaiming"),
-    "lora_B_init_method": needs(OTHER_ADAPTERS, "zero"),
-    "a2a_experimental": needs("Megatron-Core", *OFF),
-    "dtype": needs("another type for adapters than for their model"),
+    "exclude_modules": missing("adapters that exclude modules", "[]", instead=f"{_A}.peft.target_modules"),
+    "lora_A_init_method": missing(OTHER_ADAPTERS, "kaiming"),
+    "lora_B_init_method": missing(OTHER_ADAPTERS, "zero"),
+    "a2a_experimental": missing("Megatron-Core", *OFF),
+    "dtype": missing("another type for adapters than for their model"),
     **dict.fromkeys(
         ("freeze_vision_model", "freeze_vision_projection", "freeze_language_model"),
         ignored("an adapter freezes all of its model"),
@@ -168,29 +168,29 @@ _MODEL = {
         "fused_kernel_options": KERNELS,
         "use_liger": KERNELS,
         "use_shm": SHARED_MEMORY,
-        "enable_activation_offload": needs("offloading of activations", *OFF),
-        "exclude_modules": needs("adapters that exclude modules", instead=f"{_A}.peft.target_modules"),
+        "enable_activation_offload": missing("offloading of activations", *OFF),
+        "exclude_modules": missing("adapters that exclude modules", instead=f"{_A}.peft.target_modules"),
         "mtp": MTP,
-        "override_config": needs("changes of a model's configuration", "{}"),
+        "override_config": missing("changes of a model's configuration", "{}"),
         "hf_config_path": MODEL_FILES,
-        "custom_chat_template": needs("chat templates that are not in the tokenizer's files"),
+        "custom_chat_template": missing("chat templates that are not in the tokenizer's files"),
         "tiled_mlp.num_shards": ignored(f"{section}.tiled_mlp.enabled turns on tiled MLPs"),
-        "tiled_mlp.enabled": needs("tiled MLPs", *OFF),
+        "tiled_mlp.enabled": missing("tiled MLPs", *OFF),
         **{f"lora.{key}": answer for key, answer in _ADAPTER.items()},
     }.items()
 }
 _CRITIC = {
     "critic.model.tokenizer_path": ignored("the critic reads the tokens of the policy"),
     "critic.model.trust_remote_code": ignored(f"{_M}.trust_remote_code decides for all models"),
-    "critic.model.external_lib": needs("modules for the critic alone", instead=f"{_M}.external_lib"),
-    "critic.model.lora_adapter_path": needs("a critic that starts from an adapter"),
-    "critic.model.lora.adapter_path": needs("a critic that starts from an adapter"),
+    "critic.model.external_lib": missing("modules for the critic alone", instead=f"{_M}.external_lib"),
+    "critic.model.lora_adapter_path": missing("a critic that starts from an adapter"),
+    "critic.model.lora.adapter_path": missing("a critic that starts from an adapter"),
     "critic.model.lora.merge": ignored("a critic generates nothing"),
     "critic.forward_max_token_len_per_gpu": ignored("passes without gradient are batched as training is"),
     "critic.forward_micro_batch_size_per_gpu": ignored("passes without gradient are batched as training is"),
     "critic.forward_micro_batch_size": ignored("passes without gradient are batched as training is"),
     "critic.shuffle": ignored(f"the critic trains on the mini-batches of the actor ({_A}.shuffle)"),
-    "critic.loss_scale_factor": needs("a loss scale of the critic", instead="critic.loss_agg_mode"),
+    "critic.loss_scale_factor": missing("a loss scale of the critic", instead="critic.loss_agg_mode"),
     "critic.profiler": PROFILED,
 }
 _ROLLOUT = {
@@ -200,27 +200,27 @@ _ROLLOUT = {
     f"{_R}.mode": always_on("engines answer requests one by one, as they finish"),
     f"{_R}.full_determinism": DETERMINISM,
     f"{_R}.seed": SEED,
-    f"{_R}.logprobs_mode": needs("log-probs of other distributions than the sampled one", "processed_logprobs"),
-    f"{_R}.over_sample_rate": needs("more prompts than a step uses", "0"),
-    f"{_R}.multi_turn.num_repeat_rollouts": needs("repeated turns"),
+    f"{_R}.logprobs_mode": missing("log-probs of other distributions than the sampled one", "processed_logprobs"),
+    f"{_R}.over_sample_rate": missing("more prompts than a step uses", "0"),
+    f"{_R}.multi_turn.num_repeat_rollouts": missing("repeated turns"),
     f"{_R}.agent.num_workers": ignored("one episode worker serves several train workers; the results are the same"),
-    f"{_R}.agent.agent_loop_config_path": needs(
+    f"{_R}.agent.agent_loop_config_path": missing(
         "agents that a YAML file lists", instead=f"{_R}.agent.default_agent_loop"
     ),
-    f"{_R}.agent.custom_async_server": needs("custom rollout servers", instead=f"{_R}.name"),
+    f"{_R}.agent.custom_async_server": missing("custom rollout servers", instead=f"{_R}.name"),
     f"{_R}.agent.custom_async_server.name": ignored("custom_async_server.path names the file"),
     f"{_R}.trace": ignored(f"{_R}.trace.backend turns on tracing of episodes, which is not supported yet"),
-    f"{_R}.trace.backend": needs("tracing of episodes"),
-    f"{_R}.moe_load_balance_metrics_interval": needs("metrics of the load of experts", "0"),
+    f"{_R}.trace.backend": missing("tracing of episodes"),
+    f"{_R}.moe_load_balance_metrics_interval": missing("metrics of the load of experts", "0"),
     **switch(f"{_R}.prometheus", "metrics of one engine alone", instead="trainer.prometheus.enable"),
-    f"{_R}.quantization_config_file": needs("quantization by a configuration file", instead=f"{_R}.quantization"),
+    f"{_R}.quantization_config_file": missing("quantization by a configuration file", instead=f"{_R}.quantization"),
     f"{_R}.mtp": MTP,
-    f"{_R}.qat": needs("quantization-aware training"),
+    f"{_R}.qat": missing("quantization-aware training"),
     **switch(f"{_R}.disaggregation", "separate engines for prefill and decoding", "enabled"),
-    f"{_R}.do_sample": needs("greedy responses in training", "true", instead=f"{_R}.temperature"),
-    f"{_R}.ignore_eos": needs("responses that go on after their end", *OFF),
+    f"{_R}.do_sample": missing("greedy responses in training", "true", instead=f"{_R}.temperature"),
+    f"{_R}.ignore_eos": missing("responses that go on after their end", *OFF),
     f"{_R}.skip_tokenizer_init": always_on("engines receive and return token ids"),
-    f"{_R}.enable_rollout_routing_replay": needs(
+    f"{_R}.enable_rollout_routing_replay": missing(
         "a second switch for routing replay", "false", instead=f"{_A}.router_replay.mode=R3"
     ),
     "reward.reward_model.rollout.prompt_length": EXACT_LENGTHS,
@@ -232,7 +232,7 @@ _DATA = {
     "data.image_key": IMAGES,
     "data.video_key": IMAGES,
     "data.image_patch_size": IMAGES,
-    "data.return_multi_modal_inputs": needs("images and videos", *OFF),
+    "data.return_multi_modal_inputs": missing("images and videos", *OFF),
     "data.custom_cls": CUSTOM_DATASET,
     "data.return_raw_chat": always_on("prompts stay chat messages until they are rendered"),
     "data.trust_remote_code": ignored(f"{_M}.trust_remote_code decides for model and tokenizer"),
@@ -244,14 +244,14 @@ _DATA = {
         for name in ("tool_config_path", "function_tool_path")
     },
     "data.return_full_prompt": ignored("no part of a run reads it"),
-    "data.validation_shuffle": needs("shuffled validation data", *OFF),
-    "data.audio_key": needs("audio"),
-    "data.mm_processor_kwargs": needs("images and videos", "{}"),
-    "data.reward_fn_key": needs("another column of data sources", "data_source"),
+    "data.validation_shuffle": missing("shuffled validation data", *OFF),
+    "data.audio_key": missing("audio"),
+    "data.mm_processor_kwargs": missing("images and videos", "{}"),
+    "data.reward_fn_key": missing("another column of data sources", "data_source"),
 }
 _RM, _CORRECTION = "reward.reward_model", "algorithm.rollout_correction"
 _REWARD = {
-    f"{_RM}.enable_resource_pool": needs("GPUs of its own for the reward model", *OFF),
+    f"{_RM}.enable_resource_pool": missing("GPUs of its own for the reward model", *OFF),
     f"{_RM}.n_gpus_per_node": ignored(f"{_RM}.replicas sets the number of reward models"),
     f"{_RM}.nnodes": ignored(f"{_RM}.replicas sets the number of reward models"),
     **dict.fromkeys((f"{_RM}.reward_loop_source", f"{_RM}.reward_loop_module_path"), CUSTOM_MANAGER),
@@ -259,13 +259,13 @@ _REWARD = {
     "reward.reward_manager.source": CUSTOM_MANAGER,
     "reward.reward_manager.module": ignored("reward.reward_manager.source turns on custom reward managers"),
     "reward.reward_manager.module.path": CUSTOM_MANAGER,
-    f"{_RM}.model.external_lib": needs("modules for the reward model alone", instead=f"{_M}.external_lib"),
+    f"{_RM}.model.external_lib": missing("modules for the reward model alone", instead=f"{_M}.external_lib"),
     f"{_RM}.model.trust_remote_code": ignored(f"{_M}.trust_remote_code decides for all models"),
     f"{_RM}.rollout": ignored("affects the speed and memory of the reward model's engine, which verl tunes"),
-    **{f"{_RM}.rollout.{name}": needs("parallelism of this kind in reward models", *ONE) for name in _PARALLEL},
-    f"{_RM}.rollout.data_parallel_size": needs("engines with replicas", *ONE, instead=f"{_RM}.replicas"),
+    **{f"{_RM}.rollout.{name}": missing("parallelism of this kind in reward models", *ONE) for name in _PARALLEL},
+    f"{_RM}.rollout.data_parallel_size": missing("engines with replicas", *ONE, instead=f"{_RM}.replicas"),
     **{
-        f"{_RM}.rollout.{name}": needs(GENERATIVE, *harmless, instead=_JUDGE)
+        f"{_RM}.rollout.{name}": missing(GENERATIVE, *harmless, instead=_JUDGE)
         for name, harmless in {
             "temperature": ("1", "1.0"),
             "top_k": ("-1",),
@@ -278,10 +278,10 @@ _REWARD = {
     f"{_RM}.rollout.dtype": ignored("the reward model computes in the type of its device, bfloat16 on GPUs"),
     f"{_RM}.rollout.full_determinism": DETERMINISM,
     f"{_RM}.rollout.seed": SEED,
-    f"{_RM}.rollout.engine_kwargs": needs("engine arguments of the reward model", "{}"),
+    f"{_RM}.rollout.engine_kwargs": missing("engine arguments of the reward model", "{}"),
     f"{_RM}.rollout.limit_images": IMAGES,
-    f"{_RM}.rollout.quantization": needs("quantized reward models"),
-    f"{_RM}.rollout.quantization_config_file": needs("quantized reward models"),
+    f"{_RM}.rollout.quantization": missing("quantized reward models"),
+    f"{_RM}.rollout.quantization_config_file": missing("quantized reward models"),
     f"{_RM}.rollout.mtp": MTP,
     **switch(f"{_RM}.rollout.disaggregation", "separate engines for prefill and decoding", "enabled"),
     **dict.fromkeys(
@@ -291,21 +291,21 @@ _REWARD = {
     "reward.reward_kwargs.max_resp_len": EXACT_LENGTHS,
     "reward.reward_model.reward_kwargs.max_resp_len": EXACT_LENGTHS,
     "reward.overlong_buffer.log": always_on("the penalty is a metric"),
-    "algorithm.filter_groups.max_inflight_gen_batches": needs("several batches in generation at once", *ONE),
-    "algorithm.use_pf_ppo": needs("PF-PPO", *OFF),
+    "algorithm.filter_groups.max_inflight_gen_batches": missing("several batches in generation at once", *ONE),
+    "algorithm.use_pf_ppo": missing("PF-PPO", *OFF),
     "algorithm.pf_ppo": ignored("algorithm.use_pf_ppo turns on PF-PPO, which is not supported yet"),
-    f"{_CORRECTION}.loss_type": needs("the REINFORCE loss of rollout correction", "ppo_clip"),
+    f"{_CORRECTION}.loss_type": missing("the REINFORCE loss of rollout correction", "ppo_clip"),
 }
 _DISTILLATION = {
-    "distillation.distillation_loss.loss_mode": needs(
+    "distillation.distillation_loss.loss_mode": missing(
         "distillation by another estimate of the KL", "k1", "kl", "full", instead="distillation.mode"
     ),
     "distillation.distillation_loss.topk": ignored("the KL is of the sampled token, or exact over the vocabulary"),
-    "distillation.distillation_loss.policy_loss_mode": needs(
+    "distillation.distillation_loss.policy_loss_mode": missing(
         "another policy loss for the teacher's reward", "vanilla", instead=f"{_A}.policy_loss.loss_mode"
     ),
     **{
-        f"distillation.distillation_loss.{name}": needs(
+        f"distillation.distillation_loss.{name}": missing(
             "another clip ratio for the teacher's reward", "0.2", instead=f"{_A}.{name}"
         )
         for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
@@ -321,20 +321,20 @@ _TRAINER = {
     "trainer.balance_batch": always_on("tokens are balanced over ranks and micro-batches"),
     "trainer.log_val_generations": ignored("trackers get numbers; `verl generate` writes responses to a file"),
     "trainer.max_critic_ckpt_to_keep": ignored("a checkpoint holds actor and critic; set trainer.max_ckpts_to_keep"),
-    "trainer.default_hdfs_dir": needs("checkpoints on HDFS"),
-    "trainer.rollout_data_dir": needs("files with the responses of training"),
-    "trainer.validation_data_dir": needs("files with the responses of validation", instead=_GENERATE),
-    "trainer.esi_redundant_time": needs("instances that announce their end", "0", instead="trainer.max_hours"),
-    "trainer.val_only": needs("training runs that only validate", *OFF, instead=_GENERATE),
-    "trainer.del_local_ckpt_after_load": needs(
+    "trainer.default_hdfs_dir": missing("checkpoints on HDFS"),
+    "trainer.rollout_data_dir": missing("files with the responses of training"),
+    "trainer.validation_data_dir": missing("files with the responses of validation", instead=_GENERATE),
+    "trainer.esi_redundant_time": missing("instances that announce their end", "0", instead="trainer.max_hours"),
+    "trainer.val_only": missing("training runs that only validate", *OFF, instead=_GENERATE),
+    "trainer.del_local_ckpt_after_load": missing(
         "deleting a checkpoint after a resume", *OFF, instead="trainer.max_ckpts_to_keep"
     ),
     "trainer.ray_wait_register_center_timeout": ignored("the time limits of trainer apply"),
     "trainer.use_v1": ignored("there is one trainer"),
     "trainer.v1": ignored("trainer.v1.trainer_mode turns on asynchronous training, which is not supported yet"),
-    "trainer.v1.trainer_mode": needs("asynchronous training", "sync"),
-    "trainer.v1.sampler.custom_sampler.path": needs("custom samplers of finished episodes", instead="data.sampler"),
-    "trainer.v1.sampler.sync_refill_failed_groups": needs("new prompts in place of failed groups", *OFF),
+    "trainer.v1.trainer_mode": missing("asynchronous training", "sync"),
+    "trainer.v1.sampler.custom_sampler.path": missing("custom samplers of finished episodes", instead="data.sampler"),
+    "trainer.v1.sampler.sync_refill_failed_groups": missing("new prompts in place of failed groups", *OFF),
     "transfer_queue": ignored("samples are kept in Ray's object store; the results are the same"),
     **{
         key: rule
