@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
 OWNER = """
 import asyncio, sys
-from verl.rollout.vllm.engine import VllmEngine, VllmSettings
+from verl.rollout.vllm.engine import VllmEngine
+from verl.rollout.vllm.settings import VllmSettings
 
 async def main():
     engine = VllmEngine(VllmSettings(sys.argv[1], dtype="float32", max_model_len=64, max_num_seqs=16))

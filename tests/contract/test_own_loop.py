@@ -14,6 +14,7 @@ import transformers
 from rotation import rotate_rest
 from tiny import chat_tokenizer, tiny_family
 
+from verl.config.rollout_engines import get_rollout_engine
 from verl.errors import ConfigError, DataError, EngineError, RewardError
 from verl.workers import RolloutWorker, TrainerWorker
 from verl.workers.in_process import resolve_engine_device
@@ -154,9 +155,13 @@ def test_an_engine_that_there_is_not_and_a_device_that_it_cannot_take_are_named_
     with pytest.raises(ConfigError, match=r"inference_engine: 'sglang' is not an engine; use vllm or hf"):
         RolloutWorker(model_of("Qwen2"), "sglang", tokenizer=chat_tokenizer())
     with pytest.raises(ConfigError, match=r"device='cuda:1': vLLM takes the first visible GPU.*CUDA_VISIBLE_DEVICES=1"):
-        resolve_engine_device("vllm", "cuda:1")
-    assert [resolve_engine_device("vllm", one) for one in ("cuda", "cuda:0", "cpu")] == ["cuda", "cuda", "cpu"]
-    assert resolve_engine_device("hf", "cuda:1") == "cuda:1"
+        resolve_engine_device(get_rollout_engine("vllm"), "cuda:1")
+    assert [resolve_engine_device(get_rollout_engine("vllm"), one) for one in ("cuda", "cuda:0", "cpu")] == [
+        "cuda",
+        "cuda",
+        "cpu",
+    ]
+    assert resolve_engine_device(get_rollout_engine("hf"), "cuda:1") == "cuda:1"
 
 
 def test_the_users_optimizer_has_the_moments_and_a_resumed_one_goes_on_with_them(rollouts: RolloutWorker) -> None:

@@ -21,10 +21,11 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from tests.fake_reward_model import FakeRewardModel
 from verl.errors import ConfigError
 from verl.rewards.models.hf import HfRewardModel
-from verl.rewards.models.interface import FakeRewardModel, RewardModel
-from verl.rollout.vllm.engine import VllmSettings
+from verl.rewards.models.interface import RewardModel
+from verl.rewards.settings import RewardModelSettings
 from verl.rollout.vllm.reward_model import VllmRewardModel
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
@@ -61,11 +62,15 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+def reward_model_settings(path: Path | str) -> RewardModelSettings:
+    return RewardModelSettings("", str(path), batch=16, deadline_s=60)
+
+
 CAUSAL = ("qwen2 whose end token pads",)
 MAKERS: dict[str, Callable[[str], RewardModel]] = {
-    "fake": lambda path: FakeRewardModel(LONGEST),
-    "hf": HfRewardModel,
-    "vllm": lambda path: VllmRewardModel(VllmSettings(path, dtype="float32", load_format="auto", max_num_seqs=16)),
+    "fake": lambda path: FakeRewardModel(limit=LONGEST),
+    "hf": lambda path: HfRewardModel(reward_model_settings(path)),
+    "vllm": lambda path: VllmRewardModel(reward_model_settings(path)),
 }
 
 
@@ -162,7 +167,7 @@ async def test_a_model_that_cannot_be_a_reward_is_rejected_with_the_fix(
     make: Callable[[], Any], words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        await HfRewardModel(str(saved(tmp_path, make))).start()
+        await HfRewardModel(reward_model_settings(saved(tmp_path, make))).start()
     for word in ("reward.reward_model.model_path", *words):
         assert word in str(refused.value)
 
@@ -181,9 +186,9 @@ async def test_a_head_that_the_engine_would_make_up_is_refused(engine: str, shar
 async def test_vllm_leaves_to_transformers_what_does_not_read_the_last_token(tmp_path: Path) -> None:
     path = str(saved(tmp_path, MODELS["bert"]))
     with pytest.raises(ConfigError, match=r"BertForSequenceClassification.*set reward\.reward_model\.rollout\.name=hf"):
-        await VllmRewardModel(VllmSettings(path)).start()
+        await VllmRewardModel(reward_model_settings(path)).start()
 
 
 async def test_a_path_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward\.reward_model\.model_path=.*no model found"):
-        await HfRewardModel(str(tmp_path)).start()
+        await HfRewardModel(reward_model_settings(tmp_path)).start()

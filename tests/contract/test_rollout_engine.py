@@ -20,7 +20,9 @@ from tests.fake_rollout_engine import FakeRolloutEngine
 from verl.errors import WeightSyncError
 from verl.rollout.engine import RolloutEngine, load_weights
 from verl.rollout.hf import HfEngine
-from verl.rollout.vllm.engine import AdapterSettings, VllmEngine, VllmSettings
+from verl.rollout.settings import RolloutEngineSettings
+from verl.rollout.vllm.engine import VllmEngine
+from verl.rollout.vllm.settings import AdapterSettings, VllmSettings
 from verl.types import SamplingParams
 from verl.weights.bucket import pack
 from verl.weights.sync import HostTransport
@@ -52,7 +54,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 VLLM: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 100}
 MAKERS: dict[str, Callable[[Path], Any]] = {
     "fake": lambda path: FakeRolloutEngine(VOCABULARY),
-    "hf": lambda path: HfEngine(str(path)),
+    "hf": lambda path: HfEngine(RolloutEngineSettings(str(path))),
     "vllm": lambda path: VllmEngine(VllmSettings(str(path), **VLLM)),
     "vllm_tp2": lambda path: VllmEngine(VllmSettings(str(path), **VLLM, tensor_parallel_size=2, cpu_cores="0|1")),
 }

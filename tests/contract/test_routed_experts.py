@@ -13,7 +13,8 @@ from tiny import save_family
 
 from verl.data.flat_batch import FlatBatch
 from verl.rollout.engine import load_weights
-from verl.rollout.vllm.engine import VllmEngine, VllmSettings, _sampling
+from verl.rollout.vllm.engine import VllmEngine, _sampling
+from verl.rollout.vllm.settings import VllmSettings
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import init_process_group

@@ -17,13 +17,15 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
+from tests.fake_reward_model import FACTORY
 from verl.cluster.device_pool import DevicePool
 from verl.cluster.hangs.pending_calls import Deadline
 from verl.cluster.session import connect, disconnect
 from verl.demo.assets import make_tokenizer
 from verl.demo.folder import Assets
 from verl.errors import ProcessLostError
-from verl.workers.rewards import RemoteRewardModel, RewardModelPool, RewardModelSettings
+from verl.rewards.settings import RewardModelSettings
+from verl.workers.rewards import RemoteRewardModel, RewardModelPool
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -128,7 +130,7 @@ async def test_what_a_process_that_dies_or_freezes_had_is_scored_again_and_it_co
     connect({"num_cpus": 1})
     try:
         devices = DevicePool(1, "cpu", fix="")
-        settings = RewardModelSettings("fake", "", batch=4, deadline_s=60)
+        settings = RewardModelSettings(FACTORY, "", batch=4, deadline_s=60)
         models = [RemoteRewardModel.spawn(devices, number, settings, device=0, share=0.5) for number in (0, 1)]
         await asyncio.gather(*(model.start() for model in models))
         pool = RewardModelPool(models)

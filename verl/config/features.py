@@ -7,6 +7,7 @@ from verl.config.schema import Config, SftConfig
 from verl.config.schema.actor import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, PeftConfig
 from verl.config.schema.reward import RewardRolloutConfig
 from verl.config.schema.rollout import RolloutConfig
+from verl.config.train_engines import get_train_engine
 
 
 def uses_reward_function(config: Config) -> bool:
@@ -146,3 +147,28 @@ def uses_reference(config: Config) -> bool:
         or prime_shares_reference(config)
         or config.actor_rollout_ref.actor.policy_loss.loss_mode == "dpo"
     )
+
+
+def compute_dtype(config: Config, device: str) -> str:
+    """Return the data type in which the policy computes."""
+    actor = config.actor_rollout_ref.actor
+    return resolve_dtype(getattr(actor, get_train_engine(actor.strategy).section).dtype, device)
+
+
+def rollout_dtype(config: Config, device: str) -> str:
+    """Return the data type in which the engines compute and weights are sent, also to engines that quantize them."""
+    wanted = config.actor_rollout_ref.rollout.dtype
+    if wanted == "fp8" or (wanted == "auto" and get_quantization(config) is not None):
+        return "bfloat16"
+    return compute_dtype(config, device) if wanted == "auto" else wanted
+
+
+def resolve_dtype(wanted: str, device: str) -> str:
+    """Return a data type, which for "auto" depends on the device."""
+    return wanted if wanted != "auto" else ("float32" if device == "cpu" else "bfloat16")
+
+
+def transport_name(config: Config) -> str:
+    """Return how weights are sent to the engines."""
+    wanted = config.actor_rollout_ref.rollout.weight_transport
+    return "host" if wanted == "auto" else wanted

@@ -59,14 +59,21 @@ class RolloutEngineSpec:
         name: The value of `actor_rollout_ref.rollout.name`.
         title: The name in messages.
         capabilities: What the engine supports.
-        reward_model: The class of a `RewardModel`; None: the engine cannot run reward models.
+        engine: A `verl.rollout.engine.RolloutEngine`, called with its settings.
+        settings: A subclass of `verl.rollout.settings.RolloutEngineSettings`: a record of the engine's settings.
+        weight_sender: A `verl.weights.sender.WeightSender` for `device_transports`.
+        reward_model: A `verl.rewards.models.interface.RewardModel`, called with a `RewardModelSettings`; None: the
+            engine cannot run reward models.
         find_problem: A function without arguments that returns why the installed packages do not suffice, or "".
         find_conflicts: A function of the settings that yields conflicts only this engine has.
     """
 
     name: str
     title: str
+    engine: str
+    settings: str = "verl.rollout.settings:RolloutEngineSettings"
     capabilities: RolloutCapabilities = field(default_factory=RolloutCapabilities)
+    weight_sender: str | None = None
     reward_model: str | None = None
     find_problem: str | None = None
     find_conflicts: str | None = None
@@ -108,6 +115,8 @@ register_rollout_engine(
     RolloutEngineSpec(
         name="vllm",
         title="vLLM",
+        engine="verl.rollout.vllm.engine:VllmEngine",
+        settings="verl.rollout.vllm.settings:VllmSettings",
         capabilities=RolloutCapabilities(
             settings=frozenset(
                 (
@@ -123,6 +132,7 @@ register_rollout_engine(
             returns_routed_experts=True,
             continues_requests=True,
         ),
+        weight_sender="verl.rollout.vllm.sender:VllmSender",
         reward_model="verl.rollout.vllm.reward_model:VllmRewardModel",
         find_problem="verl.rollout.vllm.checks:find_problem",
         find_conflicts="verl.rollout.vllm.checks:find_conflicts",
@@ -132,6 +142,7 @@ register_rollout_engine(
     RolloutEngineSpec(
         name="hf",
         title="transformers",
+        engine="verl.rollout.hf:HfEngine",
         capabilities=RolloutCapabilities(deterministic_devices=("cpu",), selects_device=True),
         reward_model="verl.rewards.models.hf:HfRewardModel",
     )

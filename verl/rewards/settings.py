@@ -63,3 +63,24 @@ class OverlongPenalty:
         """Return 0 up to `max_length - buffer` tokens, then linearly less, down to `-factor` from `max_length` on."""
         over = min(length, self.max_length) - (self.max_length - self.buffer)
         return -self.factor * (over / self.buffer) if over > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelSettings:
+    """A reward model, and the size and deadline of its batches.
+
+    `factory` is the `RewardModel` of an engine as package.module:name; it is called with these settings.
+    """
+
+    factory: str
+    model_path: str
+    batch: int
+    deadline_s: float
+    dtype: str = "float32"
+    device: str = "cpu"
+    trust_remote_code: bool = False
+    memory_fraction: float = 0.5  # of the device
+    tensor_parallel_size: int = 1
+    batch_invariant: bool = False  # scores do not depend on the other conversations of a batch
+    cpu_cores: str = ""
+    external_modules: Sequence[str] = ()  # imported before the model is loaded

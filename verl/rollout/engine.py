@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from verl.config.rollout_engines import RolloutEngineSpec
+from verl.rollout.settings import RolloutEngineSettings
 from verl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:  # buckets import torch, which many users of this interface do not need
@@ -62,6 +64,12 @@ class RolloutEngine(Protocol):
     async def close(self) -> None:
         """End the engine and every process that it started."""
         ...
+
+
+def make_engine(spec: RolloutEngineSpec, settings: RolloutEngineSettings) -> RolloutEngine:
+    """Return an engine in this process, not yet started."""
+    engine: RolloutEngine = spec.load(spec.engine)(settings)
+    return engine
 
 
 async def load_weights(engine: RolloutEngine, buckets: Iterable[WeightBucket], version: int) -> None:

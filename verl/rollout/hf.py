@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.errors import WeightSyncError
 from verl.models.model_support import attention_for
+from verl.rollout.settings import RolloutEngineSettings
 from verl.types import Completion, SamplingParams
 from verl.weights.bucket import SharedBucket, WeightBucket, load_hf, to_hf, unpack
 
@@ -20,19 +21,10 @@ from verl.weights.bucket import SharedBucket, WeightBucket, load_hf, to_hf, unpa
 class HfEngine:
     """Runs one request at a time, so that a response depends on its own prompt and seed only."""
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        dtype: str = "float32",
-        device: str = "cpu",
-        trust: bool = False,
-        load_format: str = "dummy",
-    ) -> None:
-        """`load_format` is vLLM's: with "dummy" no weights are read, since they will be synced."""
-        self._path, self._dtype, self._trust = model_path, getattr(torch, dtype), trust
-        self._reads_weights = load_format != "dummy"
-        self._device = torch.device(device)
+    def __init__(self, settings: RolloutEngineSettings) -> None:
+        self._path, self._trust = settings.model_path, settings.trust_remote_code
+        self._dtype, self._device = getattr(torch, settings.dtype), torch.device(settings.device)
+        self._reads_weights = settings.load_format != "dummy"
         self._lock = asyncio.Lock()
         self._version = -1
         self._new_weights: dict[str, Tensor] = {}

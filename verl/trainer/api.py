@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from verl.checkpoint.manifest import CheckpointDir
 from verl.config.load import LoadedConfig, load_dict
 from verl.config.paths import set_path
+from verl.config.rollout_engines import DEFAULT_ENGINE, IN_PROCESS_ENGINE
 from verl.custom_functions import PICKLE, pickle_by_value
 from verl.data.prompts import Prompts, write_rows
 from verl.errors import CheckpointError, ConfigError, EngineError
@@ -198,7 +199,7 @@ class _Trainer:
             "actor_rollout_ref.actor.ppo_mini_batch_size": config.batch_size,
             "actor_rollout_ref.actor.ppo_epochs": config.ppo_epochs,
             "actor_rollout_ref.actor.clip_ratio": config.clip_range,
-            "actor_rollout_ref.rollout.name": "hf" if self.local else "vllm",
+            "actor_rollout_ref.rollout.name": IN_PROCESS_ENGINE if self.local else DEFAULT_ENGINE,
             "actor_rollout_ref.rollout.temperature": config.temperature,
             **({"trainer.total_epochs": config.total_epochs} if config.total_steps is None else {}),
             "trainer.total_training_steps": config.total_steps,

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
+from verl.config.features import resolve_dtype
 from verl.training.layout import RankLayout
 
 Head = Literal["tokens", "value"]
@@ -138,11 +139,6 @@ def read_common(section: Any, device: str) -> dict[str, Any]:
         "param_offload": can_offload and section.param_offload,
         "optimizer_offload": can_offload and section.optimizer_offload,
     }
-
-
-def resolve_dtype(wanted: str, device: str) -> str:
-    """Return the data type that "auto" means on a device; any other unchanged."""
-    return wanted if wanted != "auto" else ("float32" if device == "cpu" else "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,13 @@ from verl.cluster.hangs.pending_calls import UNLIMITED_S
 from verl.cluster.local import detect_local_device
 from verl.cluster.object_store import get_all
 from verl.config.batch_sizes import BatchSizes
+from verl.config.rollout_engines import (
+    DEFAULT_ENGINE,
+    IN_PROCESS_ENGINE,
+    RolloutEngineSpec,
+    get_rollout_engine,
+    list_rollout_engines,
+)
 from verl.custom_functions import load_function
 from verl.data.chat import encode_prompts
 from verl.data.dataset import extract_reward_fields
@@ -42,7 +49,8 @@ from verl.models.stop_tokens import list_stop_tokens
 from verl.rewards.pool.pool import InProcessRewards
 from verl.rewards.reward_function import BUILTIN_SCORERS, explain_no_scorer
 from verl.rewards.settings import RewardFunctionSettings
-from verl.rollout.engine import load_weights
+from verl.rollout.engine import load_weights, make_engine
+from verl.rollout.settings import RolloutEngineSettings
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.policy.trainer import PolicyTrainer
@@ -54,10 +62,8 @@ from verl.weights.bucket import load_hf, pack, to_hf
 from verl.workers.episodes import put_sample
 from verl.workers.model_objects import check_model_object, find_tokenizer
 from verl.workers.optimizer_state import expose_moments, load_moments, read_optimizer
-from verl.workers.rollout import make_engine
 
 T = TypeVar("T")
-ENGINES = ("vllm", "hf")
 BUCKET_BYTES = 512 * 2**20
 _GROUPS = itertools.count()
 """Group numbers of prompts, unique over all workers."""
@@ -79,7 +85,8 @@ class RolloutWorker:
 
     Args:
         model: The model; its current weights are used for every `generate`.
-        inference_engine: "vllm", on the first visible GPU, or "hf" (transformers: slow, in this process).
+        inference_engine: "vllm", on the first visible GPU; "hf" (transformers: slow, in this process); or another
+            registered rollout engine.
         device: "cuda" or "cpu"; by default a GPU if there is one.
         tokenizer: By default the one at the path that the model was loaded from.
         reward: Reward function, as for the trainers. By default the built-in scorer of a prompt's `data_source`.
@@ -93,7 +100,7 @@ class RolloutWorker:
     def __init__(
         self,
         model: PreTrainedModel,
-        inference_engine: str = "vllm",
+        inference_engine: str = DEFAULT_ENGINE,
         device: str | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -105,9 +112,10 @@ class RolloutWorker:
         top_p: float = 1.0,
     ) -> None:
         check_model_object(model)
-        if inference_engine not in ENGINES:
-            raise ConfigError([f"inference_engine: {inference_engine!r} is not an engine; use {' or '.join(ENGINES)}"])
-        device = resolve_engine_device(inference_engine, _resolve_device(device))
+        if inference_engine not in (engines := list_rollout_engines()):
+            raise ConfigError([f"inference_engine: {inference_engine!r} is not an engine; use {' or '.join(engines)}"])
+        spec = get_rollout_engine(inference_engine)
+        device = resolve_engine_device(spec, _resolve_device(device))
         self.model, self.n = model, n
         self.tokenizer = find_tokenizer(model, tokenizer)
         self._sampling = SamplingParams(
@@ -123,11 +131,11 @@ class RolloutWorker:
         self.tokenizer.save_pretrained(self._folder.name)
         max_model_len = max_model_len or min(4096, model.config.get_text_config().max_position_embeddings)
         dtype = "float32" if device == "cpu" else "bfloat16"
-        settings: dict[str, Any] = {"model_path": self._folder.name, "dtype": dtype, "device": device}
-        if inference_engine == "vllm":
-            settings["max_model_len"] = max_model_len
+        settings: type[RolloutEngineSettings] = spec.load(spec.settings)
         self._dtype = getattr(torch, dtype)
-        self._engine = make_engine(inference_engine, settings)
+        self._engine = make_engine(
+            spec, settings(self._folder.name, dtype=dtype, device=device, max_model_len=max_model_len)
+        )
         self._checksums: list[int] = []
         self._version, self._is_open = -1, True
         atexit.register(self.close)
@@ -330,17 +338,20 @@ def _resolve_device(device: str | None) -> str:
     return device or available
 
 
-def resolve_engine_device(name: str, device: str) -> str:
-    """Return the device of an engine. vLLM always takes the first visible GPU."""
+def resolve_engine_device(spec: RolloutEngineSpec, device: str) -> str:
+    """Return the device of an engine, which may have to be the first visible GPU."""
     kind, _, index = device.partition(":")
-    if name == "vllm" and index not in ("", "0"):
+    if spec.capabilities.selects_device:
+        return device
+    if index not in ("", "0"):
         raise ConfigError(
             [
-                f"device={device!r}: vLLM takes the first visible GPU; start the program with "
-                f"CUDA_VISIBLE_DEVICES={index} and pass device='cuda', or use inference_engine='hf'"
+                f"device={device!r}: {spec.title} takes the first visible GPU; start the program with "
+                f"CUDA_VISIBLE_DEVICES={index} and pass device='cuda', or use "
+                f"inference_engine={IN_PROCESS_ENGINE!r}"
             ]
         )
-    return kind if name == "vllm" else device
+    return kind
 
 
 def _check_estimator(estimator: str) -> None:

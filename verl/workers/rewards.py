@@ -5,41 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+from pkgutil import resolve_name
 from typing import TypeVar
 
 from verl.cluster.actors import RemoteActor, kill_actor, use_accelerators
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, HeartbeatMonitor
 from verl.cluster.hangs.registry import report_restart
 from verl.custom_functions import import_external
-from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
+from verl.errors import EngineError, ProcessLostError, WorkerTimeoutError
 from verl.rewards.models.batcher import Batcher
 from verl.rewards.models.interface import SETTING, RewardModel, ScoringFailure
+from verl.rewards.settings import RewardModelSettings
 from verl.rollout.replica_pool import MAX_LOSSES, PoisonRequestError, Replica, ReplicaPool
 
 T = TypeVar("T")
 
 MAX_SHARED_LOSSES = 2  # of models that scored a conversation among others; then it is scored alone
 MAX_PAUSE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class RewardModelSettings:
-    """A reward model, its engine (hf or vllm; fake for tests), and the size and deadline of its batches."""
-
-    engine: str
-    model_path: str
-    batch: int
-    deadline_s: float
-    dtype: str = "float32"
-    device: str = "cpu"
-    trust_remote_code: bool = False
-    memory_fraction: float = 0.5  # of the device, for vllm
-    tensor_parallel_size: int = 1
-    batch_invariant: bool = False  # for vllm: scores do not depend on the other conversations of a batch
-    cpu_cores: str = ""  # for vllm on the CPU
-    external_modules: Sequence[str] = ()  # imported before the model is loaded
 
 
 class RewardActor:
@@ -87,33 +70,8 @@ class RewardActor:
 
 
 def _make_model(settings: RewardModelSettings) -> RewardModel:
-    path, dtype, device = settings.model_path, settings.dtype, settings.device
-    if settings.engine == "hf":
-        from verl.rewards.models.hf import HfRewardModel
-
-        return HfRewardModel(path, dtype=dtype, device=device, trust=settings.trust_remote_code)
-    if settings.engine == "vllm":
-        from verl.rollout.vllm.engine import VllmSettings
-        from verl.rollout.vllm.reward_model import VllmRewardModel
-
-        engine = VllmSettings(
-            path,
-            dtype,
-            load_format="auto",
-            max_num_seqs=settings.batch,
-            gpu_memory_utilization=settings.memory_fraction,
-            trust_remote_code=settings.trust_remote_code,
-            device=device,
-            tensor_parallel_size=settings.tensor_parallel_size,
-            batch_invariant=settings.batch_invariant,
-            cpu_cores=settings.cpu_cores,
-        )
-        return VllmRewardModel(engine)
-    if settings.engine == "fake":
-        from verl.rewards.models.interface import FakeRewardModel
-
-        return FakeRewardModel()
-    raise ConfigError([f"{SETTING}.rollout.name: {settings.engine!r} does not support reward models; use hf or vllm"])
+    model: RewardModel = resolve_name(settings.factory)(settings)
+    return model
 
 
 class RemoteRewardModel(RemoteActor):

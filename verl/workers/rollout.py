@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.cluster.actors import RemoteActor, use_accelerators
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, Deadlines, Progress
+from verl.config.rollout_engines import RolloutEngineSpec
 from verl.custom_functions import import_external
-from verl.errors import ConfigError, ProcessLostError
+from verl.errors import ProcessLostError
+from verl.rollout.engine import RolloutEngine, make_engine
+from verl.rollout.settings import RolloutEngineSettings
 from verl.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from verl.weights.bucket import SharedBucket, WeightBucket
 
 
 class RolloutActor:
@@ -21,19 +27,23 @@ class RolloutActor:
     """
 
     def __init__(
-        self, name: str, settings: dict[str, Any], external_modules: Sequence[str] = (), accelerators: str = ""
+        self,
+        spec: RolloutEngineSpec,
+        settings: RolloutEngineSettings,
+        external_modules: Sequence[str] = (),
+        accelerators: str = "",
     ) -> None:
         """Hold the settings until `start`.
 
         Args:
-            name: The engine.
-            settings: The arguments of the engine.
+            spec: The engine.
+            settings: The settings of the engine.
             external_modules: Modules of the user to import before the engine is built.
             accelerators: Those of other processes to use, as CUDA_VISIBLE_DEVICES names them.
         """
-        self._name, self._settings, self._accelerators = name, settings, accelerators
+        self._spec, self._settings, self._accelerators = spec, settings, accelerators
         self._external_modules = external_modules
-        self._started_engine: Any = None
+        self._started_engine: RolloutEngine | None = None
         self._disabled_reason = "it has no weights yet"
         self._loading = asyncio.Lock()
         self._awake = asyncio.Event()
@@ -46,7 +56,7 @@ class RolloutActor:
     async def start(self) -> None:
         use_accelerators(self._accelerators)
         import_external(self._external_modules)
-        self._started_engine = make_engine(self._name, self._settings)
+        self._started_engine = make_engine(self._spec, self._settings)
         await self._started_engine.start()
 
     async def enable(self, version: int) -> None:
@@ -73,19 +83,19 @@ class RolloutActor:
         return await self._enabled.generate_all(requests)
 
     @property
-    def _engine(self) -> Any:
+    def _engine(self) -> RolloutEngine:
         if self._started_engine is None:
             raise ProcessLostError("its process was replaced, and has not started yet")
         return self._started_engine
 
     @property
-    def _updating(self) -> Any:
+    def _updating(self) -> RolloutEngine:
         if not self._is_updating:
             raise ProcessLostError("its process was replaced during an update of its weights")
         return self._engine
 
     @property
-    def _enabled(self) -> Any:
+    def _enabled(self) -> RolloutEngine:
         if self._disabled_reason:
             raise ProcessLostError(f"it is disabled: {self._disabled_reason}")
         return self._engine
@@ -98,7 +108,7 @@ class RolloutActor:
             await self._engine.start_weight_update()
             self._is_updating = True
 
-    async def load_bucket(self, bucket: Any) -> None:
+    async def load_bucket(self, bucket: WeightBucket | SharedBucket) -> None:
         async with self._loading:
             await self._updating.load_bucket(bucket)
 
@@ -118,7 +128,7 @@ class RolloutActor:
         return await self._engine.version()
 
     async def weight_transfer(self, method: str, *args: Any) -> None:
-        """Run a step of vLLM's weight-transfer handshake, driven by its trainer-side engine."""
+        """Run a step of the engine's own weight transfer, which its weight sender on the train workers drives."""
         if method in ("start_weight_update", "finish_weight_update"):
             return await getattr(self, method)(*args)
         async with self._loading:
@@ -127,20 +137,6 @@ class RolloutActor:
     async def close(self) -> None:
         if self._started_engine is not None:
             await self._started_engine.close()
-
-
-def make_engine(name: str, settings: dict[str, Any]) -> Any:
-    """Return a `RolloutEngine` in this process, not yet started."""
-    if name == "vllm":
-        from verl.rollout.vllm.engine import AdapterSettings, VllmEngine, VllmSettings
-
-        adapter = settings.get("adapter")
-        return VllmEngine(VllmSettings(**settings | {"adapter": adapter and AdapterSettings(**adapter)}))
-    if name == "hf":
-        from verl.rollout.hf import HfEngine
-
-        return HfEngine(**settings)
-    raise ConfigError([f"actor_rollout_ref.rollout.name: {name!r} is not a rollout engine; use vllm or hf"])
 
 
 class RemoteEngine(RemoteActor):

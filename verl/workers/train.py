@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.settings import AlgorithmSettings
@@ -20,6 +21,7 @@ from verl.workers.train_base import BaseTrainWorker, RankGroup, RankSettings, ex
 
 if TYPE_CHECKING:
     from verl.training.engine import TrainEngine
+    from verl.weights.sender import WeightSender
     from verl.workers.weight_packer import WeightPacker
 
 
@@ -40,6 +42,7 @@ class TrainSettings(RankSettings):
     is_one_machine: bool = True  # where all engines are, too
     shares_devices: bool = False  # with engines, which use the memory that is freed here
     engine_width: int = 1  # devices of an engine
+    weight_sender: str | None = None  # a `WeightSender` of the rollout engine, package.module:name
 
 
 class TrainWorker(BaseTrainWorker):
@@ -47,6 +50,7 @@ class TrainWorker(BaseTrainWorker):
 
     _settings: TrainSettings
     _plan: RankPlan  # of the current step
+    _sender: WeightSender | None = None
 
     @explain_out_of_memory
     def start(self, address: tuple[str, int], settings: TrainSettings) -> list[str]:
@@ -141,20 +145,19 @@ class TrainWorker(BaseTrainWorker):
             is_one_machine=self._settings.is_one_machine,
         )
 
-    def send_weights(self, backend: str, engines: Sequence[Any], version: int) -> None:
-        """Send the weights by vLLM's trainer-side engine. Needs GPUs, so that CI does not run it."""
-        from verl.rollout.vllm.sender import VllmSender
+    def send_weights(self, transport: str, engines: Sequence[Any], version: int) -> None:
+        """Send the weights by the sender of the rollout engine. Needs GPUs, so that CI does not run it."""
 
         def client(method: str, arguments: Callable[[int], tuple[Any, ...]]) -> None:
             replies = [engine.weight_transfer.remote(method, *arguments(k)) for k, engine in enumerate(engines)]
             get_objects(replies, action=method, target=CallTarget("rollout engines"), deadline=self._deadlines.weights)
 
-        actor = self._policy.actor
-        if not hasattr(self, "_sender"):
-            self._sender = VllmSender(
-                backend,
-                client,
-                actor,
+        if self._sender is None:
+            from verl.weights.sender import SenderSettings
+
+            assert self._settings.weight_sender is not None, "the transport is checked against the engine"
+            settings = SenderSettings(
+                transport,
                 self._rank,
                 dtype=self._sync_dtype,
                 engines=len(engines),
@@ -162,6 +165,7 @@ class TrainWorker(BaseTrainWorker):
                 bucket_bytes=self._settings.sync_bucket_bytes,
                 address=(get_node_address(), free_port()),
             )
+            self._sender = resolve_name(self._settings.weight_sender)(settings, self._policy.actor, client)
         with self._freeing_memory():
             self._sender.send(version)
 

@@ -44,7 +44,8 @@ from verl.agents.rendering import ChatRenderer, check_template
 from verl.algorithms.settings import AlgorithmSettings
 from verl.errors import ConfigError
 from verl.rollout.engine import load_weights
-from verl.rollout.vllm.engine import VllmEngine, VllmSettings
+from verl.rollout.vllm.engine import VllmEngine
+from verl.rollout.vllm.settings import VllmSettings
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.settings import Schedule
 from verl.types import Sample, SamplingParams

@@ -32,7 +32,8 @@ from verl.commands.merge import main as merge
 from verl.data.flat_batch import FlatBatch
 from verl.errors import VerlError
 from verl.rollout.engine import load_weights
-from verl.rollout.vllm.engine import VllmEngine, VllmSettings
+from verl.rollout.vllm.engine import VllmEngine
+from verl.rollout.vllm.settings import VllmSettings
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.settings import Schedule
 from verl.weights.bucket import pack

@@ -29,7 +29,8 @@ from verl.config.batch_sizes import BatchSizes
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Planner
 from verl.rollout.engine import load_weights
-from verl.rollout.vllm.engine import VllmEngine, VllmSettings
+from verl.rollout.vllm.engine import VllmEngine
+from verl.rollout.vllm.settings import VllmSettings
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.policy.trainer import PolicyTrainer

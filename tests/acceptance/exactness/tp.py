@@ -29,10 +29,11 @@ from transformers import Qwen2ForSequenceClassification
 
 from verl.config.load import load
 from verl.demo.assets import make_assets
+from verl.rewards.settings import RewardModelSettings
 from verl.tracking.console import Console
 from verl.trainer.build.rl_builder import build_trainer
 from verl.trainer.rl_trainer import RLTrainer
-from verl.workers.rewards import RewardActor, RewardModelSettings
+from verl.workers.rewards import RewardActor
 
 LIMIT = 1e-4
 METRIC = "training/rollout_logprobs_diff_max"
@@ -124,7 +125,12 @@ def compare_reward_models(folder: Path) -> float:
 def score_texts(model: str, texts: list[list[int]], width: int) -> list[float]:
     cores = "|".join(map(str, range(width)))
     settings = RewardModelSettings(
-        "vllm", model, batch=8, deadline_s=120.0, tensor_parallel_size=width, cpu_cores=cores
+        "verl.rollout.vllm.reward_model:VllmRewardModel",
+        model,
+        batch=8,
+        deadline_s=120.0,
+        tensor_parallel_size=width,
+        cpu_cores=cores,
     )
 
     async def score() -> list[float]:

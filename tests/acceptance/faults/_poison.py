@@ -83,7 +83,7 @@ def wrong_engine(folder: Path) -> None:
     def replace_process(actor: Any, *, restarts: bool = False) -> None:
         instance = actor._instance
         if restarts and isinstance(instance, RolloutActor):
-            instance.__init__(instance._name, instance._settings)  # type: ignore[misc]
+            instance.__init__(instance._spec, instance._settings)  # type: ignore[misc]
         else:
             kill(actor, restarts=restarts)
 

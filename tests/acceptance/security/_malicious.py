@@ -27,7 +27,9 @@ from verl.checkpoint.save import load, save
 from verl.cli import main as verl
 from verl.data.dataset import PromptDataset, PromptOptions
 from verl.rewards.models.hf import HfRewardModel
+from verl.rewards.settings import RewardModelSettings
 from verl.rollout.hf import HfEngine
+from verl.rollout.settings import RolloutEngineSettings
 from verl.training.fsdp.model_loader import load_model
 
 Opening = Callable[[], Any]
@@ -188,7 +190,7 @@ def _(folder: Path, canary: Path) -> Opening:
 @artefact("auto_map: in a rollout engine")
 def _(folder: Path, canary: Path) -> Opening:
     path = with_code(folder, canary, auto_map=AUTO_MAP, model_type="evil")
-    return lambda: asyncio.run(HfEngine(str(path)).start())
+    return lambda: asyncio.run(HfEngine(RolloutEngineSettings(str(path))).start())
 
 
 @artefact("auto_map: of the tokenizer")
@@ -225,7 +227,7 @@ def _(folder: Path, canary: Path) -> Opening:
     path = model(folder / "m", rewards=True)
     (path / "model.safetensors").unlink()
     torch.save({"score.weight": Touch(canary)}, path / "pytorch_model.bin")
-    return lambda: asyncio.run(HfRewardModel(str(path)).start())
+    return lambda: asyncio.run(HfRewardModel(RewardModelSettings("", str(path), batch=1, deadline_s=60)).start())
 
 
 @artefact("reward model: auto_map")
@@ -233,7 +235,7 @@ def _(folder: Path, canary: Path) -> Opening:
     path = model(folder / "m", rewards=True, auto_map=AUTO_MAP, model_type="evil")
     for name in ("modeling_evil.py", "configuration_evil.py"):
         (path / name).write_text(EVIL_CODE.format(canary=str(canary)))
-    return lambda: asyncio.run(HfRewardModel(str(path)).start())
+    return lambda: asyncio.run(HfRewardModel(RewardModelSettings("", str(path), batch=1, deadline_s=60)).start())
 
 
 # --- data and settings

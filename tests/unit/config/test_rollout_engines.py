@@ -20,7 +20,7 @@ from verl.config.rollout_engines import (
 )
 from verl.config.schema.rollout import EngineArguments, RolloutConfig
 from verl.errors import ConfigError
-from verl.rollout.vllm.checks import LORA_RANKS
+from verl.rollout.vllm.settings import LORA_RANKS
 
 pytestmark = pytest.mark.unit
 
@@ -29,6 +29,7 @@ M = "reward.reward_model"
 TOY = RolloutEngineSpec(
     name="toy",
     title="Toy",
+    engine="toy:Toy",
     capabilities=RolloutCapabilities(settings=frozenset({"max_num_seqs", "engine_kwargs.external"})),
 )
 
@@ -126,7 +127,6 @@ def find_engine_names() -> Iterator[str]:
                 yield f"{path}:{node.lineno}"
 
 
-@pytest.mark.xfail(reason="workers still compare names", strict=True)
 def test_engine_names_are_written_in_the_registry_and_the_folders_of_engines_only() -> None:
     assert list(find_engine_names()) == []
 
@@ -135,7 +135,7 @@ def test_engine_names_are_written_in_the_registry_and_the_folders_of_engines_onl
 def test_an_engine_is_known_once_its_module_has_been_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "engine_of_a_module.py").write_text(
         "from verl.config.rollout_engines import RolloutEngineSpec, register_rollout_engine\n"
-        "register_rollout_engine(RolloutEngineSpec(name='imported', title='Imported'))\n"
+        "register_rollout_engine(RolloutEngineSpec(name='imported', title='Imported', engine='toy:Toy'))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert len(problems(f"{R}.name=imported")) == 1

@@ -14,6 +14,7 @@ from verl.config.features import frees_engine_memory
 from verl.config.load import load_dict
 from verl.config.schema import Config
 from verl.errors import ConfigError
+from verl.rollout.vllm.settings import VllmSettings
 from verl.trainer.build.preflight import check_engine_layout
 from verl.trainer.build.worker_settings import engine_settings
 
@@ -104,11 +105,8 @@ def test_pipeline_and_data_parallel_sizes_multiply_the_devices_of_an_engine() ->
     config = find_config(*layout, f"{R}.expert_parallel_size=4", "trainer.nnodes=2")
     assert (count_engine_devices(config), count_group_devices(config), count_engines(config)) == (8, 8, 2)
     settings = engine_settings(config, "cuda", 0)
-    assert [settings[name] for name in ("pipeline_parallel_size", "data_parallel_size", "expert_parallel")] == [
-        2,
-        2,
-        True,
-    ]
+    assert isinstance(settings, VllmSettings)
+    assert (settings.pipeline_parallel_size, settings.data_parallel_size, settings.expert_parallel) == (2, 2, True)
 
 
 def test_an_engine_over_stages_must_not_span_nodes_either() -> None:

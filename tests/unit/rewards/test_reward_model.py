@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.fake_reward_model import FakeRewardModel
 from verl.rewards.models.batcher import Batcher
-from verl.rewards.models.interface import FakeRewardModel, ScoringFailure
+from verl.rewards.models.interface import ScoringFailure
 
 pytestmark = pytest.mark.unit
 

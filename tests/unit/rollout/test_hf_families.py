@@ -8,8 +8,10 @@ from tiny import FAMILIES, WINDOW, save_family, tiny_family
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from verl.rewards.models.hf import HfRewardModel
+from verl.rewards.settings import RewardModelSettings
 from verl.rollout.engine import load_weights
 from verl.rollout.hf import HfEngine
+from verl.rollout.settings import RolloutEngineSettings
 from verl.weights.bucket import pack, to_hf
 
 pytestmark = pytest.mark.unit
@@ -24,7 +26,7 @@ async def test_log_probs_are_those_of_the_models_own_attention(tmp_path: Path, f
     own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         logprobs = own(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
-    engine = HfEngine(path, load_format=load_format)
+    engine = HfEngine(RolloutEngineSettings(path, load_format=load_format))
     await engine.start()
     if load_format == "dummy":
         weights = to_hf(own, ((name, each.detach()) for name, each in own.named_parameters()))
@@ -44,7 +46,7 @@ async def test_a_reward_model_scores_by_its_own_attention(tmp_path: Path) -> Non
             parameter.add_(torch.randn_like(parameter) * 0.1)
         [[expected]] = own(torch.tensor([TOKENS])).logits.tolist()
     own.save_pretrained(tmp_path)
-    model = HfRewardModel(str(tmp_path))
+    model = HfRewardModel(RewardModelSettings("", str(tmp_path), batch=4, deadline_s=60))
     await model.start()
     [score] = await model.score([TOKENS])
     await model.close()

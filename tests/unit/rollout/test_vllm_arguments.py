@@ -18,8 +18,8 @@ from verl.config.paths import with_changes
 from verl.config.schema import Config, collect_settings
 from verl.memory_plan.accelerators import DEVICES
 from verl.rollout.vllm import engine
-from verl.rollout.vllm.engine import VllmEngine, VllmSettings, environment
-from verl.trainer.build.worker_settings import engine_settings
+from verl.rollout.vllm.engine import VllmEngine, environment
+from verl.rollout.vllm.settings import VllmSettings
 
 pytestmark = pytest.mark.unit
 
@@ -64,9 +64,9 @@ def test_weights_are_quantized_by_a_method_of_vllm_for_weights_that_are_not(monk
     config = load_dict({}, ["actor_rollout_ref.model.path=m", "data.train_files=p.parquet"]).config
     for name in get_args(quantization):
         rollout = {"actor_rollout_ref": {"rollout": {"quantization": name}}}
-        settings = engine_settings(with_changes(config, rollout), "cuda", 0)
-        assert settings["dtype"] == "bfloat16"
-        arguments, _ = start(monkeypatch, device="cuda", quantization=settings["quantization"])
+        settings = VllmSettings.from_config(with_changes(config, rollout), "cuda", 0)
+        assert settings.dtype == "bfloat16"
+        arguments, _ = start(monkeypatch, device="cuda", quantization=settings.quantization)
         assert arguments.quantization in ONLINE_QUANT_SHORTHAND_NAMES
         linear = resolve_quantization_config(arguments.quantization, None)
         assert linear is not None

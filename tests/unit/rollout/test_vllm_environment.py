@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from verl.private_files import is_private
-from verl.rollout.vllm.engine import VllmSettings, environment
+from verl.rollout.vllm.engine import environment
+from verl.rollout.vllm.settings import VllmSettings
 
 pytestmark = pytest.mark.unit
 

@@ -18,7 +18,8 @@ from vllm.logprobs import (
 )
 
 from verl.errors import EngineError
-from verl.rollout.vllm.engine import VllmEngine, VllmSettings, _completion, _sampling, read_logprobs
+from verl.rollout.vllm.engine import VllmEngine, _completion, _sampling, read_logprobs
+from verl.rollout.vllm.settings import VllmSettings
 from verl.types import Completion, SamplingParams
 
 pytestmark = pytest.mark.unit

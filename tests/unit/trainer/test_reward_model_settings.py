@@ -13,13 +13,14 @@ import pytest
 from verl.config.load import load_dict
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
+from verl.rewards.settings import RewardModelSettings
 from verl.rollout.membership import EngineView
 from verl.rollout.vllm.reward_model import VllmRewardModel
 from verl.trainer.build.preflight import check_files
 from verl.trainer.build.worker_settings import episode_settings, reward_model_settings
 from verl.workers import episodes
 from verl.workers.episodes import DatasetSettings
-from verl.workers.rewards import RewardModelSettings, _make_model
+from verl.workers.rewards import _make_model
 
 pytestmark = pytest.mark.unit
 
@@ -80,7 +81,9 @@ async def test_without_a_model_a_function_scores(monkeypatch: pytest.MonkeyPatch
 def test_those_who_hold_the_model_know_its_batches_and_its_deadline() -> None:
     config = config_of(*MODEL, "reward.reward_model.micro_batch_size_per_gpu=4", "reward.deadline_s=7")
     settings = reward_model_settings(config, "cuda", 0)
-    assert settings == RewardModelSettings("hf", "my-org/rm", 4, 7, "bfloat16", "cuda", trust_remote_code=False)
+    assert settings == RewardModelSettings(
+        "verl.rewards.models.hf:HfRewardModel", "my-org/rm", 4, 7, "bfloat16", "cuda", trust_remote_code=False
+    )
 
 
 def test_vllm_is_told_its_share_of_the_device_and_its_core() -> None:

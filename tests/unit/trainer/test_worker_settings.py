@@ -16,13 +16,13 @@ from verl.config.schema.root import Config
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
 from verl.rollout.membership import EngineView
+from verl.rollout.vllm.settings import AdapterSettings, VllmSettings
 from verl.trainer.build.algorithm_settings import algorithm_settings
 from verl.trainer.build.rl_builder import RLBuilder
 from verl.trainer.build.runtime import device_hints, with_absolute_paths
 from verl.trainer.build.worker_settings import (
     build_planner,
     coarsest_dtype,
-    engine_settings,
     episode_settings,
     train_settings,
 )
@@ -172,23 +172,23 @@ def test_the_reference_of_an_adapter_is_the_model_without_it_unless_it_moves() -
 
 def test_engines_load_the_model_themselves_where_the_adapter_alone_travels() -> None:
     config = config_of(*LORA)
-    engine = engine_settings(config, "cpu", 0)
+    engine = VllmSettings.from_config(config, "cpu", 0)
     assert train_settings(config, 10, "cpu").sync_adapter_only
-    assert engine["load_format"] == "auto"
-    assert engine["adapter"] == {"rank": 12, "alpha": 24, "targets": "all-linear", "max_rank": 16}
+    assert engine.load_format == "auto"
+    assert engine.adapter == AdapterSettings(rank=12, alpha=24, targets="all-linear", max_rank=16)
     for other in ("actor_rollout_ref.rollout.lora_transport=merged", "actor_rollout_ref.rollout.weight_transport=ipc"):
         config = config_of(*LORA, other, "trainer.device=cuda")
         assert not train_settings(config, 10, "cuda").sync_adapter_only
-        assert engine_settings(config, "cuda", 0)["load_format"] == "dummy"
-        assert engine_settings(config, "cuda", 0)["adapter"] is None
+        assert VllmSettings.from_config(config, "cuda", 0).load_format == "dummy"
+        assert VllmSettings.from_config(config, "cuda", 0).adapter is None
     assert not train_settings(config_of(*LORA, "actor_rollout_ref.rollout.name=hf"), 10, "cpu").sync_adapter_only
 
 
 @pytest.mark.parametrize("quantized", ["dtype=fp8", "quantization=fp8"])
 def test_quantized_engines_are_sent_bfloat16_and_have_a_tolerance_of_their_own(quantized: str) -> None:
     config = config_of(f"actor_rollout_ref.rollout.{quantized}", "actor_rollout_ref.actor.fsdp_config.dtype=float32")
-    engine = engine_settings(config, "cuda", 0)
-    assert (engine["dtype"], engine["quantization"]) == ("bfloat16", "fp8_per_block")
+    engine = VllmSettings.from_config(config, "cuda", 0)
+    assert (engine.dtype, engine.quantization) == ("bfloat16", "fp8_per_block")
     assert train_settings(config, 10, "cuda").sync_dtype == "bfloat16"
     assert coarsest_dtype(config, "cuda") == "fp8"
     assert TOLERANCES["fp8"] > TOLERANCES["bfloat16"]
@@ -204,7 +204,7 @@ def test_quantized_engines_are_sent_bfloat16_and_have_a_tolerance_of_their_own(q
 )
 def test_the_coarser_type_of_trainer_and_engine_counts(settings: tuple[str, ...], device: str, coarsest: str) -> None:
     assert coarsest_dtype(config_of(*settings), device) == coarsest
-    assert engine_settings(config_of(*settings), device, 0)["quantization"] is None
+    assert VllmSettings.from_config(config_of(*settings), device, 0).quantization is None
 
 
 def test_the_kl_in_the_loss_has_its_weight_only_where_it_is_used() -> None:

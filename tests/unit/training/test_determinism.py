@@ -10,9 +10,10 @@ import torch
 
 from verl.config.load import load_dict
 from verl.errors import ConfigError
+from verl.rollout.vllm.settings import VllmSettings
 from verl.trainer.build import preflight
 from verl.trainer.build.preflight import check_determinism
-from verl.trainer.build.worker_settings import engine_settings, reward_model_settings, train_settings
+from verl.trainer.build.worker_settings import reward_model_settings, train_settings
 from verl.training import process_group
 from verl.training.fsdp.settings import FsdpSettings
 from verl.workers.train import BaseTrainWorker, RankSettings
@@ -60,7 +61,7 @@ def test_only_workers_on_accelerators_get_it(device: str) -> None:
     config = load_dict({}, [*REQUIRED, "reward.reward_model.enable=true", "reward.reward_model.model_path=rm"]).config
     is_gpu = device == "cuda"
     assert train_settings(config, 10, device).deterministic is is_gpu
-    assert engine_settings(config, device, 0)["batch_invariant"] is is_gpu
+    assert VllmSettings.from_config(config, device, 0).batch_invariant is is_gpu
     assert reward_model_settings(config, device, 0).batch_invariant is is_gpu
 
 

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from simulated_clock import simulate
 
-from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
-from verl.rewards.models.interface import FakeRewardModel, ScoringFailure
+from tests.fake_reward_model import FACTORY, FakeRewardModel
+from verl.errors import EngineError, ProcessLostError, WorkerTimeoutError
+from verl.rewards.models.interface import ScoringFailure
+from verl.rewards.settings import RewardModelSettings
 from verl.rollout.replica_pool import MAX_LOSSES
 from verl.workers import rewards
-from verl.workers.rewards import RewardActor, RewardModelPool, RewardModelSettings
+from verl.workers.rewards import RewardActor, RewardModelPool
 
 pytestmark = pytest.mark.unit
 
@@ -200,8 +202,8 @@ async def test_a_conversation_is_not_blamed_for_models_that_are_gone_when_it_com
     assert sum(len(model.asked) for model in models) == 2
 
 
-def settings(engine: str = "fake") -> RewardModelSettings:
-    return RewardModelSettings(engine, "", batch=2, deadline_s=60)
+def settings() -> RewardModelSettings:
+    return RewardModelSettings(FACTORY, "", batch=2, deadline_s=60)
 
 
 async def test_an_actor_scores_in_batches_by_the_model_that_its_settings_name() -> None:
@@ -251,8 +253,3 @@ async def test_an_actor_whose_model_lost_its_own_process_gets_another(monkeypatc
     await actor.start()
     assert dead.is_closed
     assert await actor.score([1]) == 1
-
-
-async def test_an_engine_that_runs_no_reward_model_is_refused_with_a_fix() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.reward_model\.rollout\.name: 'sglang'.*use hf or vllm"):
-        await RewardActor(settings("sglang")).start()

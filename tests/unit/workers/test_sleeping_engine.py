@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from tests.fake_rollout_engine import FakeRolloutEngine
+from verl.config.rollout_engines import get_rollout_engine
 from verl.rollout.engine import load_weights
-from verl.rollout.vllm.engine import AdapterSettings, VllmEngine, VllmSettings
+from verl.rollout.settings import RolloutEngineSettings
+from verl.rollout.vllm.engine import VllmEngine
+from verl.rollout.vllm.settings import AdapterSettings, VllmSettings
 from verl.types import SamplingParams
 from verl.workers import rollout
 from verl.workers.rollout import RolloutActor
@@ -60,7 +63,7 @@ async def test_weights_that_are_not_sent_again_stay_in_host_memory() -> None:
 
 async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "make_engine", lambda *_: FakeRolloutEngine())
-    actor = RolloutActor("fake", {})
+    actor = RolloutActor(get_rollout_engine("hf"), RolloutEngineSettings("model"))
     await actor.start()
     await load_weights(actor, [], 0)
     await actor.enable(0)

@@ -18,6 +18,7 @@ from verl.models.hub import local_path
 from verl.models.model_safety import PICKLED, model_problems
 from verl.models.model_support import attention_for
 from verl.rewards.models.interface import SETTING, check_tokens
+from verl.rewards.settings import RewardModelSettings
 
 
 class HfRewardModel:
@@ -28,8 +29,9 @@ class HfRewardModel:
     of the batch.
     """
 
-    def __init__(self, model_path: str, *, dtype: str = "float32", device: str = "cpu", trust: bool = False) -> None:
-        self._path, self._dtype, self._device, self._trust = model_path, dtype, device, trust
+    def __init__(self, settings: RewardModelSettings) -> None:
+        self._path, self._trust = settings.model_path, settings.trust_remote_code
+        self._dtype, self._device = settings.dtype, settings.device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
 
     async def start(self) -> None:

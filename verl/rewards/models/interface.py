@@ -1,4 +1,4 @@
-"""The interface of a reward model, which scores whole conversations as token ids, and a fake."""
+"""The interface of a reward model, which scores whole conversations as token ids."""
 
 from __future__ import annotations
 
@@ -49,22 +49,3 @@ def check_tokens(token_ids: Sequence[int], limit: int | None, vocabulary: int) -
     if max(token_ids) >= vocabulary:
         return f"contains token {max(token_ids)}, outside the model's vocabulary of {vocabulary:,}"
     return None
-
-
-class FakeRewardModel:
-    """A reward model without weights: the score is the mean of the token ids. For tests and trial runs."""
-
-    def __init__(self, limit: int = 128, vocabulary: int = 64) -> None:
-        self.limit, self.vocabulary = limit, vocabulary
-
-    async def start(self) -> None:
-        """Do nothing."""
-
-    def check_input(self, token_ids: Sequence[int]) -> str | None:
-        return check_tokens(token_ids, self.limit, self.vocabulary)
-
-    async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
-        return [sum(tokens) / len(tokens) for tokens in batch]
-
-    async def close(self) -> None:
-        """Do nothing."""

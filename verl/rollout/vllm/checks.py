@@ -38,9 +38,6 @@ _SETTINGS = {
 _RESERVED = ("logprobs_mode", "skip_tokenizer_init", "weight_transfer_config", "worker_extension_cls")
 """Engine arguments whose values verl depends on."""
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values of vLLM's max_lora_rank."""
-
 INVARIANT_BACKENDS = ("FLASH_ATTN", "FLASH_ATTN_MLA", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_MLA")
 """vLLM's attention backends whose results do not depend on the other requests of a batch, on NVIDIA GPUs."""
 

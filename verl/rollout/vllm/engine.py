@@ -8,16 +8,15 @@ import os
 import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from verl.checkpoint.adapter import adapter_config, write_adapter
-from verl.config.batch_sizes import CPU_SEQUENCES
 from verl.errors import EngineError, ProcessLostError, WeightSyncError
 from verl.private_files import get_user_folder
+from verl.rollout.vllm.settings import AdapterSettings, VllmSettings
 from verl.types import Completion, SamplingParams
 from verl.weights.bucket import SharedBucket, WeightBucket, share, unpack
 
@@ -33,64 +32,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ADAPTER_ID = 1  # of the one adapter that an engine holds
 HEALTH_CHECK_S = 1.0  # between checks of vLLM's process during a call
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterSettings:
-    """The adapters that an engine will receive; it reserves memory for `max_rank`."""
-
-    rank: int
-    alpha: int
-    targets: str | Sequence[str]
-    max_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class VllmSettings:
-    """Settings of a vLLM engine. `kwargs` and `ENGINE_ARGUMENTS` are passed to vLLM's engine arguments unchanged."""
-
-    model_path: str
-    dtype: str = "bfloat16"
-    quantization: str | None = None  # of the weights that it loads
-    load_format: str = "dummy"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None  # None: see `max_sequences`
-    max_num_batched_tokens: int | None = None  # None: vLLM chooses
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1  # as the next two, on accelerators only: vLLM for CPUs fails with them
-    data_parallel_size: int = 1
-    expert_parallel: bool = False
-    gpu_memory_utilization: float = 0.5
-    enforce_eager: bool | None = None  # None: see `is_eager`
-    trust_remote_code: bool = False
-    weight_backend: str = "host"
-    adapter: AdapterSettings | None = None  # it loads the model itself, and receives adapters instead of weights
-    routed_experts: bool = False  # return the experts of every token
-    fp32_lm_head: bool = False  # compute logits in float32
-    sleeps: bool = False  # the device is shared with a trainer: see `sleep`
-    seed: int = 0
-    batch_invariant: bool = False  # results do not depend on the other requests of a batch; not on the CPU
-    device: str = "cpu"
-    cpu_cache_gib: int = 1
-    cpu_cores: str = ""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def processes(self) -> int:
-        """The number of vLLM's worker processes, one for each device."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
-
-    @property
-    def is_eager(self) -> bool:
-        """Whether nothing is compiled or captured in CUDA graphs; by default only on the CPU."""
-        return self.device == "cpu" if self.enforce_eager is None else self.enforce_eager
-
-    @property
-    def max_sequences(self) -> int | None:
-        """Maximum sequences at once; None: vLLM chooses, which it does by device on accelerators."""
-        if self.max_num_seqs is not None or self.device != "cpu":
-            return self.max_num_seqs
-        return min(CPU_SEQUENCES, self.max_num_batched_tokens or CPU_SEQUENCES)
 
 
 CPU_BATCHED_TOKENS = 2048  # vLLM's default

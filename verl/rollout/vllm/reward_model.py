@@ -14,7 +14,9 @@ from verl.errors import ConfigError
 from verl.models.hub import find_weights
 from verl.rewards.models.hf import read_config
 from verl.rewards.models.interface import SETTING, check_tokens
-from verl.rollout.vllm.engine import VllmSettings, map_engine_errors, start_vllm
+from verl.rewards.settings import RewardModelSettings
+from verl.rollout.vllm.engine import map_engine_errors, start_vllm
+from verl.rollout.vllm.settings import VllmSettings
 
 
 class VllmRewardModel:
@@ -24,8 +26,19 @@ class VllmRewardModel:
     tokens are removed: where the end token is also the padding, every finished response would differ.
     """
 
-    def __init__(self, settings: VllmSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: RewardModelSettings) -> None:
+        self._settings = VllmSettings(
+            settings.model_path,
+            settings.dtype,
+            settings.device,
+            load_format="auto",
+            max_num_seqs=settings.batch,
+            gpu_memory_utilization=settings.memory_fraction,
+            trust_remote_code=settings.trust_remote_code,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            batch_invariant=settings.batch_invariant,
+            cpu_cores=settings.cpu_cores,
+        )
         self._requests = itertools.count()
 
     async def start(self) -> None:

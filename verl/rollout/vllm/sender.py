@@ -6,8 +6,8 @@ vLLM implements both ends of its "nccl" and "ipc" backends; this gives it the we
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,20 +18,14 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from verl.rollout.vllm.ipc_handles import encode_handles
-
-
-class _Engine(Protocol):
-    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]: ...
-
-    def weight_shapes(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `weights` yields, on the meta device."""
-        ...
+from verl.weights.sender import EngineClient, SenderSettings
+from verl.weights.sender import WeightSource as TrainedWeights
 
 
 class _Source(WeightSource):
     """The train engine's weights in the form that vLLM's trainer-side engines expect."""
 
-    def __init__(self, engine: _Engine, dtype: torch.dtype) -> None:
+    def __init__(self, engine: TrainedWeights, dtype: torch.dtype) -> None:
         self._engine, self._dtype = engine, dtype
         self._metadata = [ParamMeta(name, w.dtype, tuple(w.shape)) for name, w in engine.weight_shapes(dtype)]
 
@@ -45,10 +39,6 @@ class _Source(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._engine.weights(self._dtype)
-
-
-EngineClient = Callable[[str, Callable[[int], tuple[Any, ...]]], None]
-"""(method, arguments): calls the method of every rollout engine, engine k with `arguments(k)`, and waits for all."""
 
 
 class _Control:
@@ -79,34 +69,22 @@ class _Control:
 
 
 class VllmSender:
-    """One per train rank: rank 0 sends, the others take part in gathering the shards."""
+    """A `WeightSender` by vLLM's trainer-side engines."""
 
-    def __init__(
-        self,
-        backend: str,
-        client: EngineClient,
-        engine: _Engine,
-        rank: int,
-        *,
-        dtype: torch.dtype,
-        engines: int,
-        width: int,  # devices of an engine
-        bucket_bytes: int,
-        address: tuple[str, int],
-    ) -> None:
-        source = _Source(engine, dtype)
+    def __init__(self, settings: SenderSettings, source: TrainedWeights, client: EngineClient) -> None:
+        weights = _Source(source, settings.dtype)
         options: dict[str, Any] = {
-            "rank": rank,
+            "rank": settings.rank,
             "packed": True,
-            "packed_buffer_size_bytes": max(bucket_bytes, source.largest),
+            "packed_buffer_size_bytes": max(settings.bucket_bytes, weights.largest),
         }
         info = (
-            NCCLTrainerInitInfo(*address, engines * width + 1, **options)
-            if backend == "nccl"
+            NCCLTrainerInitInfo(*settings.address, settings.engines * settings.width + 1, **options)
+            if settings.transport == "nccl"
             else IPCTrainerInitInfo(**options)
         )
-        self._control = _Control(client, width)
-        self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self._control, source=source)
+        self._control = _Control(client, settings.width)
+        self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self._control, source=weights)
 
     def send(self, version: int) -> None:
         self._control.version = version

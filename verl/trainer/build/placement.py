@@ -8,11 +8,12 @@ adjacent devices of one node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from verl.cluster.device_pool import PlacementPool
 from verl.config.batch_sizes import count_engine_devices, count_engines
 from verl.config.features import scores_responses
+from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema.root import Config
 from verl.trainer.build.worker_settings import deadlines, engine_settings, reward_model_settings
 from verl.workers.rewards import RemoteRewardModel
@@ -20,23 +21,36 @@ from verl.workers.rollout import RemoteEngine
 
 
 def place_engines(
-    config: Config, pool: PlacementPool, device: str, accelerators: Sequence[str] | None = None, **changes: Any
+    config: Config,
+    pool: PlacementPool,
+    device: str,
+    accelerators: Sequence[str] | None = None,
+    *,
+    load_format: str | None = None,
 ) -> list[RemoteEngine]:
-    """Spawn the rollout engines, spread over the devices; `changes` replace engine settings.
+    """Spawn the rollout engines, spread over the devices.
 
-    `accelerators` are those of the train workers, by rank; None: there are none, and engines own their devices.
+    Args:
+        config: The settings of the run.
+        pool: The devices.
+        device: The type of the devices.
+        accelerators: Those of the train workers, by rank; None: there are none, and engines own their devices.
+        load_format: Replaces the setting.
     """
-    rollout = config.actor_rollout_ref.rollout
+    spec = get_rollout_engine(config.actor_rollout_ref.rollout.name)
     count, width = count_engines(config), count_engine_devices(config)
     at_once = -(-count * width // pool.count)  # engines on a device; several only on CPU cores
     engines = []
     for index in range(count):
         first = index * width % pool.count
+        settings = engine_settings(config, device, index)
+        if load_format is not None:
+            settings = replace(settings, load_format=load_format)
         engine = RemoteEngine.spawn(
             pool,
             index,
-            rollout.name,
-            engine_settings(config, device, index) | changes,
+            spec,
+            settings,
             config.actor_rollout_ref.model.external_modules,
             ",".join((accelerators or ())[first : first + width]),
             device=first,

@@ -19,7 +19,7 @@ from verl.config.batch_sizes import (
     get_max_sequence_tokens,
 )
 from verl.config.checks import TRAIN_HINTS
-from verl.config.features import frees_engine_memory
+from verl.config.features import frees_engine_memory, transport_name
 from verl.config.schema.root import Config
 from verl.data.samplers import PromptStream
 from verl.rewards.result import FailureTracker
@@ -40,7 +40,6 @@ from verl.trainer.build.worker_settings import (
     deadlines,
     episode_settings,
     train_settings,
-    transport_name,
 )
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.restarts import RestartTracker

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,13 +12,15 @@ from verl.config.batch_sizes import (
     count_policy_steps,
     get_actor_batch_sizes,
     get_critic_batch_sizes,
-    get_max_sequence_tokens,
     get_ulysses_size,
 )
 from verl.config.features import (
+    compute_dtype,
     frees_engine_memory,
     get_quantization,
     prime_shares_reference,
+    resolve_dtype,
+    rollout_dtype,
     saves_hf,
     scores_responses,
     syncs_adapter_only,
@@ -28,6 +29,7 @@ from verl.config.features import (
     uses_reference,
     uses_reward_function,
 )
+from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema.actor import ActorConfig, OptimConfig, PeftConfig, RefConfig
 from verl.config.schema.critic import CriticConfig
 from verl.config.schema.rollout import RolloutConfig
@@ -38,14 +40,14 @@ from verl.data.micro_batches import MicroBatchLimit
 from verl.data.plan import Planner
 from verl.errors import ConfigError
 from verl.memory_plan.out_of_memory import rl_memory_advice
-from verl.rollout.vllm.checks import LORA_RANKS
+from verl.rewards.settings import RewardModelSettings
+from verl.rollout.settings import RolloutEngineSettings, assign_cores
 from verl.trainer.build.algorithm_settings import algorithm_settings
 from verl.trainer.build.reward_settings import reward_components, reward_pool_settings
 from verl.training.registry import get_settings_class
-from verl.training.settings import EngineSettings, LoraSettings, Schedule, resolve_dtype
+from verl.training.settings import EngineSettings, LoraSettings, Schedule
 from verl.weights.sync import TOLERANCES
 from verl.workers.episodes import DatasetSettings, EpisodeSettings
-from verl.workers.rewards import RewardModelSettings
 from verl.workers.train import TrainSettings
 
 
@@ -99,6 +101,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         sync_bucket_bytes=config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20,
         shares_devices=frees_engine_memory(config, device),
         engine_width=count_engine_devices(config),
+        weight_sender=get_rollout_engine(config.actor_rollout_ref.rollout.name).weight_sender,
         tokenizer_path=model.tokenizer_path,
         save_hf=saves_hf(config),
         save_contents=_contents(actor.checkpoint.save_contents, critic.checkpoint.save_contents),
@@ -241,8 +244,10 @@ def reward_model_settings(config: Config, device: str, index: int) -> RewardMode
     """Return the settings of replica `index` of the reward model."""
     model = config.reward.reward_model
     assert model.model_path is not None
+    factory = get_rollout_engine(model.rollout.name).reward_model
+    assert factory is not None, "the name is checked against the engines that run reward models"
     return RewardModelSettings(
-        engine=model.rollout.name,
+        factory,
         model_path=model.model_path,
         batch=model.micro_batch_size_per_gpu,
         deadline_s=config.reward.deadline_s,
@@ -252,80 +257,19 @@ def reward_model_settings(config: Config, device: str, index: int) -> RewardMode
         memory_fraction=model.rollout.gpu_memory_utilization,
         tensor_parallel_size=model.rollout.tensor_model_parallel_size,
         batch_invariant=config.trainer.deterministic and device != "cpu",
-        cpu_cores=_cores(-1 - index, model.rollout.tensor_model_parallel_size) if device == "cpu" else "",
+        cpu_cores=assign_cores(-1 - index, model.rollout.tensor_model_parallel_size) if device == "cpu" else "",
         external_modules=config.actor_rollout_ref.model.external_modules,
     )
 
 
-def _cores(index: int, width: int) -> str:
-    """Return the CPU cores of an engine, one per process; negative indices count from the last core down."""
-    return "|".join(str((index * width + part) % (os.cpu_count() or 1)) for part in range(width))
-
-
-def engine_settings(config: Config, device: str, index: int) -> dict[str, Any]:
-    """Return the arguments of rollout engine `index`."""
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    dtype = rollout_dtype(config, device)
-    if rollout.name == "hf":
-        return {"model_path": model.path, "dtype": dtype, "device": device, "trust": model.trust_remote_code}
-    adapter = _engine_adapter(config) if syncs_adapter_only(config) else None
-    return {
-        "model_path": model.path,
-        "dtype": dtype,
-        "quantization": get_quantization(config),
-        "load_format": "auto" if adapter and rollout.load_format == "dummy" else rollout.load_format,
-        "adapter": adapter,
-        "fp32_lm_head": model.fp32_lm_head,
-        "routed_experts": config.actor_rollout_ref.actor.router_replay.mode == "R3",
-        "max_model_len": get_max_sequence_tokens(config),
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        "pipeline_parallel_size": rollout.pipeline_model_parallel_size,
-        "data_parallel_size": rollout.data_parallel_size,
-        "expert_parallel": rollout.expert_parallel_size > 1,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "sleeps": frees_engine_memory(config, device),
-        "enforce_eager": rollout.enforce_eager,
-        "trust_remote_code": model.trust_remote_code,
-        "weight_backend": transport_name(config),
-        "seed": config.trainer.seed + index,
-        "batch_invariant": config.trainer.deterministic and device != "cpu",
-        "device": device,
-        "cpu_cache_gib": rollout.cpu_cache_gib,
-        "cpu_cores": _cores(index, rollout.tensor_model_parallel_size) if device == "cpu" else "",
-        "kwargs": rollout.engine_kwargs.vllm,
-    }
-
-
-def _engine_adapter(config: Config) -> dict[str, Any]:
-    """Return the shape of the adapters that an engine will receive, and the memory to reserve for them."""
-    peft = config.actor_rollout_ref.actor.peft
-    max_rank = next(rank for rank in LORA_RANKS if rank >= peft.lora_rank)
-    return {"rank": peft.lora_rank, "alpha": peft.lora_alpha, "targets": peft.target_modules, "max_rank": max_rank}
-
-
-def compute_dtype(config: Config, device: str) -> str:
-    """Return the data type in which the policy computes."""
-    actor = config.actor_rollout_ref.actor
-    return resolve_dtype(getattr(actor, get_train_engine(actor.strategy).section).dtype, device)
-
-
-def rollout_dtype(config: Config, device: str) -> str:
-    """Return the data type in which the engines compute and weights are sent, also to engines that quantize them."""
-    wanted = config.actor_rollout_ref.rollout.dtype
-    if wanted == "fp8" or (wanted == "auto" and get_quantization(config) is not None):
-        return "bfloat16"
-    return compute_dtype(config, device) if wanted == "auto" else wanted
+def engine_settings(config: Config, device: str, index: int) -> RolloutEngineSettings:
+    """Return the settings of rollout engine `index`, of the record that its engine has."""
+    spec = get_rollout_engine(config.actor_rollout_ref.rollout.name)
+    settings: RolloutEngineSettings = spec.load(spec.settings).from_config(config, device, index)
+    return settings
 
 
 def coarsest_dtype(config: Config, device: str) -> str:
     """Return the coarser type of trainer and engines, by which their log-probs may differ."""
     engine = rollout_dtype(config, device) if get_quantization(config) is None else "fp8"
     return max(engine, compute_dtype(config, device), key=TOLERANCES.__getitem__)
-
-
-def transport_name(config: Config) -> str:
-    """Return how weights are sent to the engines."""
-    wanted = config.actor_rollout_ref.rollout.weight_transport
-    return "host" if wanted == "auto" else wanted
