@@ -1,4 +1,7 @@
-"""One suite for every rollout engine: the fake, transformers and vLLM keep the same promises."""
+"""One suite for every rollout engine: the fake, transformers, also in another Python environment, and vLLM.
+
+VERL_TEST_ENGINES=toy VERL_TEST_MODULES=tests.toy_rollout_engine runs it for an engine that a module registers.
+"""
 
 import asyncio
 import os
@@ -17,8 +20,11 @@ from tiny import tiny_qwen2
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from tests.fake_rollout_engine import FakeRolloutEngine
+from tests.second_environment import make_environment
+from verl.config.rollout_engines import get_rollout_engine
+from verl.custom_functions import import_external
 from verl.errors import WeightSyncError
-from verl.rollout.engine import RolloutEngine, load_weights
+from verl.rollout.engine import RolloutEngine, load_weights, make_engine
 from verl.rollout.hf import HfEngine
 from verl.rollout.settings import RolloutEngineSettings
 from verl.rollout.vllm.engine import VllmEngine
@@ -60,14 +66,30 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-KINDS = os.environ.get("VERL_TEST_ENGINES", "fake,hf,vllm").split(",")
+ENGINES = os.environ.get("VERL_TEST_ENGINES", "fake,hf,hf_isolated,vllm").split(",")
+import_external(os.environ.get("VERL_TEST_MODULES", "").split())
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
-async def engine(request: pytest.FixtureRequest, model: PreTrainedModel) -> AsyncIterator[RolloutEngine]:
-    if request.param == "fake" and model.config.tie_word_embeddings:
+def make_registered(name: str, path: Path, python: str | None = None) -> RolloutEngine:
+    spec = get_rollout_engine(name)
+    return make_engine(spec, spec.load(spec.settings)(str(path), dtype="float32", max_model_len=64), python)
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The interpreter of another environment."""
+    return make_environment(tmp_path_factory.mktemp("environment"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
+async def engine(request: pytest.FixtureRequest, model: PreTrainedModel, python: str) -> AsyncIterator[RolloutEngine]:
+    name, path = request.param, Path(model.name_or_path)
+    if name == "fake" and model.config.tie_word_embeddings:
         pytest.skip("the fake has no embeddings to tie; it runs once")
-    made = MAKERS[request.param](Path(model.name_or_path))
+    if name.endswith("_isolated"):
+        made = make_registered(name.removesuffix("_isolated"), path, python)
+    else:
+        made = MAKERS[name](path) if name in MAKERS else make_registered(name, path)
     await made.start()
     yield made
     await made.close()

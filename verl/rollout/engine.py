@@ -66,8 +66,21 @@ class RolloutEngine(Protocol):
         ...
 
 
-def make_engine(spec: RolloutEngineSpec, settings: RolloutEngineSettings) -> RolloutEngine:
-    """Return an engine in this process, not yet started."""
+def make_engine(
+    spec: RolloutEngineSpec, settings: RolloutEngineSettings, python: str | None = None, modules: Sequence[str] = ()
+) -> RolloutEngine:
+    """Return an engine that has not started yet.
+
+    Args:
+        spec: The engine.
+        settings: Its settings, of the type that the spec names.
+        python: The interpreter of another environment that runs the engine; None: it runs in this process.
+        modules: Modules of the user that the other interpreter imports first.
+    """
+    if python is not None:
+        from verl.rollout.isolated.engine import IsolatedEngine
+
+        return IsolatedEngine(spec, settings, python, modules)
     engine: RolloutEngine = spec.load(spec.engine)(settings)
     return engine
 

@@ -31,6 +31,7 @@ class RolloutActor:
         spec: RolloutEngineSpec,
         settings: RolloutEngineSettings,
         external_modules: Sequence[str] = (),
+        python: str | None = None,
         accelerators: str = "",
     ) -> None:
         """Hold the settings until `start`.
@@ -39,10 +40,11 @@ class RolloutActor:
             spec: The engine.
             settings: The settings of the engine.
             external_modules: Modules of the user to import before the engine is built.
+            python: The interpreter of another environment that runs the engine; None: this process runs it.
             accelerators: Those of other processes to use, as CUDA_VISIBLE_DEVICES names them.
         """
         self._spec, self._settings, self._accelerators = spec, settings, accelerators
-        self._external_modules = external_modules
+        self._external_modules, self._python = external_modules, python
         self._started_engine: RolloutEngine | None = None
         self._disabled_reason = "it has no weights yet"
         self._loading = asyncio.Lock()
@@ -55,8 +57,9 @@ class RolloutActor:
 
     async def start(self) -> None:
         use_accelerators(self._accelerators)
-        import_external(self._external_modules)
-        self._started_engine = make_engine(self._spec, self._settings)
+        if self._python is None:
+            import_external(self._external_modules)
+        self._started_engine = make_engine(self._spec, self._settings, self._python, self._external_modules)
         await self._started_engine.start()
 
     async def enable(self, version: int) -> None:

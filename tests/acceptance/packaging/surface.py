@@ -45,6 +45,8 @@ def spell(annotation: Any) -> str:
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return spell(parts[0])
+    if hasattr(annotation, "list_names"):  # of a registry
+        return " | ".join(map(repr, annotation.list_names()))
     if origin is typing.Literal:
         return " | ".join(map(repr, parts))
     if origin in (typing.Union, types.UnionType):

@@ -100,6 +100,17 @@ def test_a_name_belongs_to_one_engine() -> None:
         register_rollout_engine(replace(TOY, title="Other"))
 
 
+def test_another_interpreter_must_exist_and_gets_weights_through_host_memory() -> None:
+    required = ("actor_rollout_ref.model.path=m", "data.train_files=p.parquet")
+    with pytest.raises(ConfigError, match=rf"{R}\.python: /no/python does not exist .* or set {R}\.python=null"):
+        load([f"{R}.n=8", *required, f"{R}.python=/no/python"])
+    [problem] = problems(f"{R}.python=/no/python", f"{R}.weight_transport=ipc", "trainer.device=cuda")
+    assert problem == (
+        f"{R}.weight_transport: ipc does not reach another Python environment ({R}.python); set "
+        f"{R}.weight_transport=host"
+    )
+
+
 def test_capabilities_name_settings_that_exist() -> None:
     names = {*RolloutConfig.model_fields, *(f"engine_kwargs.{name}" for name in EngineArguments.model_fields)}
     assert set(PARALLEL_SIZES) <= names

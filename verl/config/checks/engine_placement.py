@@ -43,6 +43,8 @@ def _check_transports(config: Config) -> Iterator[Conflict]:
         yield Conflict(key, f"{transport} requires accelerators, but trainer.device=cpu", "=host")
     elif is_direct and transport not in engine.capabilities.device_transports:
         yield Conflict(key, f"{transport} is not supported by rollout.name={rollout.name}", "=host")
+    elif is_direct and rollout.python is not None:
+        yield Conflict(key, f"{transport} does not reach another Python environment ({ROLLOUT}.python)", "=host")
     elif is_direct and (transport == "ipc") != is_shared:
         # NCCL refuses two processes on one device; CUDA IPC does not reach other devices.
         other, where = ("ipc", "the same devices") if transport == "nccl" else ("nccl", "devices of their own")

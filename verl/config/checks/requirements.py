@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 from verl.config.checks.conflict import Conflict
 from verl.config.features import list_adapters, list_engines
+from verl.config.interpreters import find_interpreter_problem
 from verl.config.paths import format_value, get_value, is_overridden
 from verl.config.rollout_engines import IN_PROCESS_ENGINE, get_rollout_engine
 from verl.config.schema import MISSING, Config, Section, SftConfig, collect_settings
+from verl.config.schema.rollout import RolloutConfig
 from verl.installation import format_install_hint
 
 _MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -30,7 +33,11 @@ def find_missing(config: Section) -> Iterator[Conflict]:
             yield Conflict(f"{section}.lora_rank", f"{peft.lora_rank} requires the package PEFT", fix)
     for section, engine in list_engines(config):
         spec = get_rollout_engine(engine.name)
-        if spec.find_problem is not None and (problem := spec.load(spec.find_problem)()):
+        python = engine.python if isinstance(engine, RolloutConfig) else None
+        if python is not None:
+            if problem := find_interpreter_problem(str(Path(python).expanduser()), spec):
+                yield Conflict(f"{section}.python", f"{problem}, or set {section}.python=null")
+        elif spec.find_problem is not None and (problem := spec.load(spec.find_problem)()):
             reason = f"{engine.name} {problem}, or set {section}.name={IN_PROCESS_ENGINE} to use transformers"
             yield Conflict(f"{section}.name", reason)
     loggers = config.trainer.logger

@@ -112,6 +112,9 @@ class RolloutConfig(Section):
     name: RolloutEngineName = setting(
         DEFAULT_ENGINE, "Rollout engine; hf: transformers, for debugging.", planned=PLANNED_ENGINES
     )
+    python: str | None = setting(
+        None, "Python interpreter of another environment with verl in which the engines run; null: this one."
+    )
     n: Count = setting(1, "Responses per prompt; GRPO needs a group of 8 or more.", unit="responses")
     temperature: float = setting(1.0, "Sampling temperature.", ge=0)
     top_p: float = setting(1.0, "Nucleus sampling.", gt=0, le=1)

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from verl.child_process import end_with_parent
 from verl.rewards.pool import worker
 from verl.rewards.process_usage import kill_processes, list_descendants
 from verl.rewards.reward_function import OUR_FILES
@@ -37,7 +38,7 @@ _MAX_PROCESSES = 256  # more: it is killed
 _RETIRE_MEMORY = 0.6  # share of the memory between baseline and limit: the worker is replaced between calls
 _STACK_WAIT_S = 3.0
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ class _Supervisor:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            end_with_parent()
             for one in (self._control, *self._wakeup_pair, self._selector):
                 one.close()
             os.close(output[0])

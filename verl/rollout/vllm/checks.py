@@ -58,7 +58,7 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Yield settings with which vLLM does not work as a rollout engine."""
     rollout, head = config.actor_rollout_ref.rollout, f"{_MODEL}.fp32_lm_head"
     arguments = rollout.engine_kwargs.vllm
-    yield from _check_arguments(arguments)
+    yield from _check_arguments(arguments, is_installed=rollout.python is None)
     if config.trainer.deterministic and config.trainer.device == "cuda":
         yield from _check_attention(arguments)
     mode = config.actor_rollout_ref.actor.router_replay.mode
@@ -75,9 +75,9 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
         yield Conflict(f"{ROLLOUT}.expert_parallel_size", reason, f"={devices}")
 
 
-def _check_arguments(arguments: dict[str, Any]) -> Iterator[Conflict]:
+def _check_arguments(arguments: dict[str, Any], *, is_installed: bool) -> Iterator[Conflict]:
     """Yield engine arguments that duplicate a setting, are reserved, or do not exist in the installed vLLM."""
-    known = list_vllm_arguments() if arguments else frozenset()
+    known = list_vllm_arguments() if arguments and is_installed else frozenset()
     for name in arguments:
         key = f"{_KEY}.{name}"
         if name in _SETTINGS:

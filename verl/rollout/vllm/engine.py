@@ -16,6 +16,7 @@ import numpy as np
 from verl.checkpoint.adapter import adapter_config, write_adapter
 from verl.errors import EngineError, ProcessLostError, WeightSyncError
 from verl.private_files import get_user_folder
+from verl.rollout.process_output import tail_stderr
 from verl.rollout.vllm.settings import AdapterSettings, VllmSettings
 from verl.types import Completion, SamplingParams
 from verl.weights.bucket import SharedBucket, WeightBucket, share, unpack
@@ -301,7 +302,7 @@ async def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> Async
             await llm.collective_rpc("unlink_shared_memory")
         return llm
     except Exception as error:  # the cause is on stderr, which vLLM's process shares with this one
-        raise EngineError(f"vLLM cannot start with {settings.model_path}: {error}\n{stderr_tail()}") from error
+        raise EngineError(f"vLLM cannot start with {settings.model_path}: {error}\n{tail_stderr()}") from error
 
 
 def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
@@ -350,15 +351,6 @@ def environment(settings: VllmSettings) -> dict[str, str]:
     unset = {name: value for name, value in wanted.items() if name not in os.environ}
     forced = {"VLLM_BATCH_INVARIANT": "1"} if settings.batch_invariant else {}
     return unset | forced | {"TMPDIR": private}  # its engine process writes a file there that everyone could read
-
-
-def stderr_tail(lines: int = 30) -> str:
-    """Return the end of this process's stderr if that is a file, as in a Ray worker."""
-    file = Path(os.path.realpath("/proc/self/fd/2"))
-    if not file.is_file():
-        return "See the messages above."
-    tail = file.read_text(errors="replace").splitlines()[-lines:]
-    return "\n".join([f"The end of {file}:", *(f"  | {line}" for line in tail)])
 
 
 def _parse_version(version: str) -> int:

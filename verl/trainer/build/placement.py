@@ -52,6 +52,7 @@ def place_engines(
             spec,
             settings,
             config.actor_rollout_ref.model.external_modules,
+            config.actor_rollout_ref.rollout.python,
             ",".join((accelerators or ())[first : first + width]),
             device=first,
             share=width / at_once if accelerators is None else 0,

@@ -85,6 +85,7 @@ class RLBuilder(RunBuilder[Config]):
         "actor_rollout_ref.model.path",
         "actor_rollout_ref.model.tokenizer_path",
         "actor_rollout_ref.model.lora_adapter_path",
+        "actor_rollout_ref.rollout.python",
         "critic.model.path",
         "reward.custom_reward_function.path",
         "reward.prime.model_path",
