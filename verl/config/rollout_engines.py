@@ -32,10 +32,10 @@ class RolloutCapabilities:
         accelerator_settings: Those of `settings` that are not supported on the CPU.
         deterministic_devices: Device types on which `generate_all` and reward models repeat their results to the bit.
         device_transports: Values of `weight_transport` besides host memory, for which the engine has a weight sender.
-        max_lora_rank: The largest adapter that can be loaded without its base model; 0: only full models are loaded.
+        max_lora_rank: The largest rank of an adapter that is loaded without its base model; 0: full models only.
         returns_routed_experts: Responses of an MoE come with the experts of every token.
-        has_truncated_logprobs: With `top_p` or `top_k`, log-probs are those of the truncated distribution, which the
-            token was drawn from; else those of the full distribution at the same temperature.
+        has_truncated_logprobs: With `top_p` or `top_k`, log-probs belong to the truncated distribution, from which the
+            token was drawn; else to the full distribution at the same temperature.
         continues_requests: Requests that run during a weight update go on with the new weights; else the update waits.
         selects_device: The engine can use an accelerator other than the first visible one.
     """

@@ -17,43 +17,48 @@ class RolloutEngine(Protocol):
     """A model that generates. Token ids in, token ids out; text never crosses this interface."""
 
     async def start(self) -> None:
-        """Start the engine; returns when it can generate. Its weights are unspecified until the first load."""
+        """Start the engine; return when the engine can generate. Its weights are unspecified until the first load."""
         ...
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        """Continue `token_ids`. The log-probs are those of the distribution that the tokens were drawn from."""
+        """Continue `token_ids`.
+
+        Log-probs belong to the distribution that the tokens were drawn from, or, if the engine's capabilities say so,
+        to the distribution before truncation by `top_p` and `top_k`.
+        """
         ...
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
-        """Continue each; none begins before all have arrived, and nothing else runs at the same time.
+        """Continue all requests as one batch: no request begins before all have arrived, and nothing else runs.
 
-        With a seed in every request, the same requests and weights give the same tokens and log-probs, to the bit.
+        With a seed in every request, the same requests and weights give the same tokens and log-probs, to the bit, on
+        the engine's deterministic devices.
         """
         ...
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return log-probs of `token_ids[1:]` at temperature 1, each given the tokens before it; for the probe."""
+        """Return log-probs of `token_ids[1:]` at temperature 1, each given the tokens before it, for the probe."""
         ...
 
     async def start_weight_update(self) -> None:
-        """Prepare to replace all weights; no request runs until it is finished. One that was not finished is dropped.
+        """Prepare to replace all weights; no request runs until `finish_weight_update`.
 
-        An engine that sleeps wakes as far as it needs to.
+        An earlier update that was not finished is dropped. An engine that sleeps wakes as far as it needs to.
         """
         ...
 
     async def load_bucket(self, bucket: WeightBucket | SharedBucket) -> None:
-        """Load a part of the weights. The bucket may be gone afterwards."""
+        """Load a part of the weights. The memory of the bucket may be freed afterwards."""
         ...
 
     async def finish_weight_update(self, version: int) -> None:
-        """Use the new weights, as `version`. Caches of the old ones are dropped."""
+        """Use the new weights, as `version`, and drop caches of the old weights."""
         ...
 
     async def sleep(self) -> None:
-        """Free the device's memory, weights included; the next update of the weights wakes the engine.
+        """Free the device's memory, weights included; the next weight update wakes the engine.
 
-        No requests may be running, and none may follow before that.
+        No requests may be running, and none may follow before that update.
         """
         ...
 

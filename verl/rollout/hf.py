@@ -112,7 +112,7 @@ class HfEngine:
 
 
 def _draw(logits: Tensor, sampling: SamplingParams, random: torch.Generator) -> tuple[int, float]:
-    """Draw one token; returns it with its log-prob in the distribution that it was drawn from."""
+    """Draw one token; return the token and its log-prob in the distribution that it was drawn from."""
     if sampling.temperature == 0:
         return int(logits.argmax()), 0.0
     logits = logits / sampling.temperature

@@ -28,7 +28,7 @@ class RolloutEngineSettings:
     device: str = "cpu"
     max_model_len: int | None = None  # prompt and response; None: that of the model
     trust_remote_code: bool = False
-    load_format: str = "dummy"  # "dummy": no weights are read, since they will be synced; "auto": those of the model
+    load_format: str = "dummy"  # "dummy": read no weights, since they will be synced; "auto": read the model's
 
     @classmethod
     def from_config(cls, config: Config, device: str, index: int) -> Self:

@@ -2,7 +2,7 @@
 
 A bucket is a buffer in host memory and a table of the tensors in it. Processes of one node share its buffer as a file
 in memory; others receive it through the object store. transformers may hold in one tensor what a
-checkpoint has in several, such as the experts of a mixture; `to_hf` and `load_hf` convert one parameter at a time.
+checkpoint has in several, such as the experts of an MoE; `to_hf` and `load_hf` convert one parameter at a time.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ def load_hf(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> No
         for key, part in to_hf(model, [(name, tensor)]):
             is_view = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
             targets[key] = name, part if is_view else None
-    indices: dict[str, dict[str, Tensor]] = {}  # of one parameter at a time, since they are larger than it
+    indices: dict[
+        str, dict[str, Tensor]
+    ] = {}  # one parameter at a time: its indices need more memory than the parameter
     for key, weight in weights:
         name, view = targets[key]
         if view is not None:

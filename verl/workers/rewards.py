@@ -21,7 +21,7 @@ from verl.rollout.replica_pool import MAX_LOSSES, PoisonRequestError, Replica, R
 
 T = TypeVar("T")
 
-MAX_SHARED_LOSSES = 2  # of models that scored a conversation among others; then it is scored alone
+MAX_SHARED_LOSSES = 2  # models lost while they scored a conversation in a batch; then it is scored alone
 MAX_PAUSE_S = 60.0
 
 
@@ -32,7 +32,7 @@ class RewardActor:
     """
 
     def __init__(self, settings: RewardModelSettings, accelerators: str = "") -> None:
-        """`accelerators` are those of other processes to use, as CUDA_VISIBLE_DEVICES names them."""
+        """Hold the settings until `start`. `accelerators`: devices of other processes, for CUDA_VISIBLE_DEVICES."""
         self._settings, self._accelerators = settings, accelerators
         self._model: RewardModel | None = None
         self._batcher: Batcher | None = None
@@ -44,7 +44,7 @@ class RewardActor:
     async def start(self) -> None:
         async with self._starting:
             if self._batcher is None:
-                await self.close()  # of a model that was lost
+                await self.close()  # the model that was lost
                 use_accelerators(self._accelerators)
                 import_external(self._settings.external_modules)
                 self._model = _make_model(self._settings)
@@ -95,12 +95,12 @@ class RemoteRewardModel(RemoteActor):
 
 
 class RewardModelPool(ReplicaPool[RemoteRewardModel]):
-    """Several reward models behind one interface: each conversation goes to the one with the fewest outstanding tokens.
+    """Several reward models behind one interface: a conversation goes to the model with the fewest outstanding tokens.
 
-    The actors enforce the deadlines of batches; every `heartbeat_s` of a request the pool checks that the actor is
-    alive. A lost one is started again, and its conversations go to others, or to itself once it has recovered. A
-    conversation that was on several models when they were lost is then scored alone, to distinguish one that kills
-    models from those that were in the same batch, and finally fails.
+    The actors enforce the timeouts of batches; every `heartbeat_s` of a request the pool checks that the actor is
+    alive. A lost model is started again, and its conversations go to other models, or to the same one once it has
+    recovered. A conversation that was on several models when they were lost is scored alone, since it may be what
+    kills them, and finally fails.
     """
 
     kind = "reward model"

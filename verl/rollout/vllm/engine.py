@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 T = TypeVar("T")
-ADAPTER_ID = 1  # of the one adapter that an engine holds
+ADAPTER_ID = 1  # an engine holds one adapter
 HEALTH_CHECK_S = 1.0  # between checks of vLLM's process during a call
 
 
@@ -50,7 +50,7 @@ class VllmEngine:
         self._requests = itertools.count()
         self._batch_lock = asyncio.Lock()
         self._adapter: LoRARequest | None = None
-        self._adapter_tensors: dict[str, Tensor] = {}  # of an adapter that is being sent
+        self._adapter_tensors: dict[str, Tensor] = {}  # an adapter that is being received
         self._is_asleep = self._is_updating = False
 
     async def start(self) -> None:
@@ -309,11 +309,11 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     from verl.rollout.vllm.transfer import BACKENDS
 
     arguments: dict[str, Any] = {
-        "logprobs_mode": "processed_logprobs",  # of the distribution that the token was drawn from
+        "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that the token was drawn from
         "weight_transfer_config": {"backend": BACKENDS[settings.weight_backend]},
     }
     if settings.device == "cpu" and settings.max_model_len is not None:
-        # A prompt must not be split: vLLM draws a token after each part, and cannot put back a generator of the CPU.
+        # A prompt must not be split: vLLM draws a token after each part, and cannot rewind the RNG of the CPU.
         batch = settings.max_num_batched_tokens or max(CPU_BATCHED_TOKENS, settings.max_model_len)
         splits = batch < settings.max_model_len
         arguments |= {"max_num_batched_tokens": batch, "enable_chunked_prefill": splits}

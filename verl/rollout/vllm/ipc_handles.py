@@ -1,7 +1,7 @@
 """Handles of CUDA memory as plain data.
 
 vLLM's messages carry numbers, bytes and lists, but neither the types nor the dtypes that torch's handles contain; it
-would pickle them, which it allows only as "insecure serialization". Those of a packed buffer are always the same.
+would pickle them, which it allows only as "insecure serialization". Types and dtypes of packed buffers are constant.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from verl.errors import EngineError
 
 _CONSTANTS = {0: torch.Tensor, 4: torch.storage.TypedStorage, 5: torch.uint8, 10: False}
-"""Of `torch.multiprocessing.reductions.rebuild_cuda_tensor`, by position: tensor, storage, dtype, requires_grad."""
+"""Arguments of torch's `rebuild_cuda_tensor` by position: types of tensor and storage, dtype, requires_grad."""
 
 
 def encode_handles(handles: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:

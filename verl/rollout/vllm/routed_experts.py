@@ -1,4 +1,4 @@
-"""Runs inside vLLM's processes: returns the experts that a mixture chose, on the CPU.
+"""Runs inside vLLM's processes: returns the experts that an MoE chose, on the CPU.
 
 vLLM 0.32 returns them only with its second model runner, which needs Triton. The first runner, the only one on the CPU,
 lacks a few calls of the connector that collects them: `connect_routed_experts` adds these. Connector, cache of prompts

@@ -1,4 +1,4 @@
-"""Settings of a vLLM engine, from those of a run."""
+"""Settings of a vLLM engine, built from the settings of a run."""
 
 from __future__ import annotations
 
@@ -40,17 +40,19 @@ class VllmSettings(RolloutEngineSettings):
     """Settings of a vLLM engine. `kwargs` and `ENGINE_ARGUMENTS` are passed to vLLM's engine arguments unchanged."""
 
     dtype: str = "bfloat16"
-    quantization: str | None = None  # of the weights that it loads
+    quantization: str | None = None  # how the weights are quantized when they are loaded
     max_num_seqs: int | None = None  # None: see `max_sequences`
     max_num_batched_tokens: int | None = None  # None: vLLM chooses
     tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1  # as the next two, on accelerators only: vLLM for CPUs fails with them
+    pipeline_parallel_size: int = 1  # this and the next two sizes: on accelerators only
     data_parallel_size: int = 1
     expert_parallel: bool = False
     gpu_memory_utilization: float = 0.5
     enforce_eager: bool | None = None  # None: see `is_eager`
     weight_backend: str = "host"
-    adapter: AdapterSettings | None = None  # it loads the model itself, and receives adapters instead of weights
+    adapter: AdapterSettings | None = (
+        None  # the engine loads the model itself, and receives adapters instead of weights
+    )
     routed_experts: bool = False  # return the experts of every token
     fp32_lm_head: bool = False  # compute logits in float32
     sleeps: bool = False  # the device is shared with a trainer: see `sleep`

@@ -122,10 +122,10 @@ def refresh_packed_embeddings(model: torch.nn.Module) -> None:
 
 
 def repack_experts(model: torch.nn.Module) -> None:
-    """Repack the experts of a mixture for their kernel.
+    """Repack the experts of an MoE for their kernel.
 
-    vLLM 0.32, CPU: they are packed when the kernel is created, and a layerwise reload overwrites them unpacked;
-    log-probs are silently wrong. Remove this when a reload of a mixture passes the probe without it.
+    vLLM 0.32, CPU: experts are packed when the kernel is created, and a layerwise reload overwrites them unpacked;
+    log-probs are silently wrong. Remove this when a reload of an MoE passes the probe without it.
     """
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
