@@ -1,8 +1,10 @@
 """Engines outside verl/ train a run end to end: nothing in verl/ knows them.
 
-`tests/toy_train_engine` is a training engine in plain PyTorch; `actor_rollout_ref.model.external_lib` names the module
-that registers it. A run uses it for two steps and saves; its weights must change. In full, the run has two train ranks
-in processes of Ray and is resumed for a third step, and the contract suites of the engines run too.
+`tests/toy_train_engine` is a training engine in plain PyTorch and `tests/toy_rollout_engine` a rollout engine that
+computes every sequence anew for each token; `actor_rollout_ref.model.external_lib` names the modules that register
+them. A run uses both for two steps and saves; its weights must change, and the probe must find them in the rollout
+engine. In full, the run has two train ranks in processes of Ray and is resumed for a third step with the rollout engine
+in another Python environment, and the contract suites of the engines run too.
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from _common import ROOT, finish, train
+from second_environment import make_environment
 
 from verl.checkpoint.shards import read_tensors, read_values
 
-ENGINES = {"train": "tests.toy_train_engine"}
-SUITES = ("tests/contract/test_train_engine.py", "tests/distributed/test_engine_ranks.py")
+ENGINES = {"train": "tests.toy_train_engine", "rollout": "tests.toy_rollout_engine"}
+SUITES = (
+    *("tests/contract/test_train_engine.py", "tests/distributed/test_engine_ranks.py"),
+    "tests/contract/test_rollout_engine.py",
+)
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -34,7 +40,9 @@ def main() -> None:
         folder = Path(directory)
         settings = make_settings(folder, short=short)
         steps = [2] if short else [2, 3]  # resumed for the third
-        codes = [run(settings, count) for count in steps]
+        codes = [run(settings, 2)]
+        if not short:
+            codes.append(run([*settings, f"{ROLLOUT}.python={make_environment(folder / 'environment')}"], 3))
         figures = read_figures(folder / "run", steps[-1])
     suites = {} if short else {suite: run_suite(suite) for suite in SUITES}
     is_whole = figures["steps"] == [*range(1, steps[-1] + 1)] and figures["schedule_step"] == steps[-1]
@@ -50,7 +58,8 @@ def make_settings(folder: Path, *, short: bool) -> list[str]:
     return [
         *ranks,
         *(f"{MODEL}.path={assets.model}", f"{MODEL}.external_lib=[{','.join(ENGINES.values())}]"),
-        *(f"{ACTOR}.strategy=toy", f"{ACTOR}.optim.lr=1e-3", f"{ROLLOUT}.name=hf", f"{ROLLOUT}.n=2"),
+        *(f"{ACTOR}.strategy=toy", f"{ACTOR}.optim.lr=1e-3", f"{ROLLOUT}.name=toy", f"{ROLLOUT}.n=2"),
+        *(f"+{ROLLOUT}.engine_kwargs.external.greeting=hello", f"{ROLLOUT}.max_num_seqs=2"),
         *(f"data.train_files={assets.train}", "data.train_batch_size=4", "trainer.device=cpu"),
         *("data.max_prompt_length=8", "data.max_response_length=4", "trainer.save_freq=1"),
         *(f"{ACTOR}.entropy_coeff=0.01", f"trainer.default_local_dir={folder / 'run'}"),
@@ -70,13 +79,15 @@ def read_figures(folder: Path, last: int) -> dict[str, Any]:
         "steps": [json.loads(line)["step"] for line in log if "actor/grad_norm" in line],
         "changed": sum(int((tensor != before[name]).sum()) for name, tensor in after.items()),
         "weights": sum(tensor.numel() for tensor in after.values()),
+        "probe_gap": max(json.loads(line)["weights/probe_gap"] for line in log if "actor/grad_norm" in line),
         "schedule_step": read_values(folder / f"global_step_{last}/actor", "schedule.")["step"],
     }
 
 
 def run_suite(path: str) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path, "-k", "toy"]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    engines = {"VERL_TEST_ENGINES": "toy,toy_isolated", "VERL_TEST_MODULES": ENGINES["rollout"]}
+    return subprocess.run(command, cwd=ROOT, env=os.environ | engines, check=False).returncode == 0
 
 
 if __name__ == "__main__":
