@@ -102,6 +102,12 @@ def test_folders_and_files_of_other_machines_are_replaced(tmp_path: Path) -> Non
     assert captured.calls[-1].folder == "/workspace/verl"
 
 
+def test_folders_that_cannot_be_replaced_are_reported(tmp_path: Path) -> None:
+    captured = record(tmp_path, f"cd /usr/of-a-test\nfor i in {{1..80}}; do cd /f$i; done\n{LAUNCH} a=1")
+    assert launches(captured) == [["a=1"]]
+    assert "cd: /usr/of-a-test: No such file or directory" in captured.complaints
+
+
 def test_files_beside_the_script_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "env.sh").write_text("SEED=5\n")

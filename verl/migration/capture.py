@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from verl.errors import RewardError, VerlError
 from verl.rewards.sandbox.sandbox import Limits, best_isolation, run
 
 TIMEOUT_S = 20.0
-_MAX_ROUNDS, _MAX_CALLS, _MAX_FILE_BYTES = 12, 2000, 1 << 18
+_MAX_ROUNDS, _MAX_SECONDS, _MAX_CALLS, _MAX_FOLDERS, _MAX_FILE_BYTES = 12, 60.0, 2000, 64, 1 << 18
 _LIMITS = Limits(seconds=TIMEOUT_S + 10, processes=128, output_bytes=64 << 20)
 _BASE = "/tmp/verl-migrate"
 _ROOT = f"{_BASE}/root"
@@ -122,8 +123,11 @@ class _Script:
 
     def run_completely(self) -> None:
         """Run the script until bash misses nothing that can be replaced."""
+        started_at = time.monotonic()
         for _ in range(_MAX_ROUNDS):
             self._last = self._run(self._required)
+            if self._last.exit_code is None or time.monotonic() - started_at > _MAX_SECONDS:
+                return
             before = self._count_additions()
             for complaint in self._last.complaints:
                 self._add_what_is_missing(complaint)
@@ -133,12 +137,10 @@ class _Script:
     def leave_variables_open(self) -> Capture:
         """Return the calls with `${NAME}` for variables that are set nowhere, if the script does the same with them."""
         unset = self._find_unset()
-        if unset:
+        if unset and self._last.exit_code is not None:
             opened = self._run(self._required | unset)
-            if _without(opened, unset) == _without(self._last, ()):
+            if _without(opened, unset) == _without(self._last, set()):
                 self._last = opened
-            else:
-                self._last = self._run(self._required)
         kept = {name for value in self._given.values() for name in re.findall(r"\$\{(\w+)\}", value)}
         return replace(self._last, variables=frozenset(self._required | unset | kept))
 
@@ -181,7 +183,8 @@ class _Script:
         """Add a small file to the sandbox, if it is below the working directory or the script's folder."""
         is_near = any(path.is_relative_to(folder) for folder in (self._cwd, self._file.parent))
         try:
-            if str(path) in self._files or not is_near or path.stat().st_size > _MAX_FILE_BYTES:
+            is_small = path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES
+            if str(path) in self._files or not is_near or not is_small:
                 return False
             self._files[str(path)] = path.read_bytes()
         except OSError:
@@ -201,12 +204,12 @@ class _Script:
             "max_calls": _MAX_CALLS,
             "timeout_s": TIMEOUT_S,
         }
-        tops = {path.split("/")[1] for path in (*self._folders, *self._missing)}
+        tops = {path.split("/")[1] for path in (*self._folders, *self._missing)} - set(_SYSTEM_FOLDERS)
         result = run(
             Path(__file__).with_name("recorder.py").read_text(encoding="utf-8"),
             argv=[json.dumps(task)],
             files={f"{_ROOT}{path}"[1:].removeprefix("tmp/"): content for path, content in self._files.items()},
-            folders=[f"/{name}" for name in sorted(tops) if name not in _SYSTEM_FOLDERS],
+            folders=[f"/{name}" for name in sorted(tops)[:_MAX_FOLDERS]],
             limits=_LIMITS,
         )
         if result.status != "ok":
@@ -229,7 +232,7 @@ def _read_call(raw: Any, given: Mapping[str, str], cwd: str) -> Call:
     return Call(raw["words"], raw["is_output_used"], exports, folder if folder != cwd else None)
 
 
-def _without(result: Capture, names: set[str] | tuple[()]) -> list[list[str]]:
+def _without(result: Capture, names: set[str]) -> list[list[str]]:
     """Return the arguments of all calls with empty values of variables, and without empty words."""
     pattern = re.compile("|".join(rf"\$\{{{name}\}}" for name in names) or "(?!)")
     return [[word for text in call.words if (word := pattern.sub("", text))] for call in result.calls]

@@ -8,6 +8,7 @@ environment to one file per call, and exits with 0. Commands that do not exist a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -74,10 +75,9 @@ def main() -> None:
     """Run the script of the task and write how the script ended and every recorded call."""
     task = json.loads(sys.argv[1])
     _write_programs()
-    for path in task["folders"]:
-        os.makedirs(path, exist_ok=True)
-    for path in task["missing"]:
-        _write_missing(Path(path))
+    for path in (*task["folders"], *task["missing"]):
+        with contextlib.suppress(OSError):  # bash complains about this path again
+            _write_missing(Path(path), is_folder=path in task["folders"])
     exit_code = _run(task)
     calls = [_read_call(file) for file in sorted((BASE / "calls").iterdir()) if file.suffix != ".env"]
     output = {name: (BASE / name).read_bytes()[-(1 << 16) :].decode(errors="replace") for name in ("out", "err")}
@@ -103,15 +103,12 @@ def _write_programs() -> None:
     (BASE / "functions.sh").write_text("\n".join(functions) + "\n")
 
 
-def _write_missing(path: Path) -> None:
-    """Write a stand-in for a file that the script sources, executes, or writes."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            path.write_text(STAND_IN)
-            path.chmod(0o755)
-    except OSError:
-        return  # bash complains about this path again
+def _write_missing(path: Path, is_folder: bool) -> None:
+    """Write a folder, or a stand-in for a file that the script sources, executes, or writes."""
+    (path if is_folder else path.parent).mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.write_text(STAND_IN)
+        path.chmod(0o755)
 
 
 def _run(task: dict[str, Any]) -> int | None:
