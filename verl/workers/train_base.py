@@ -1,4 +1,4 @@
-"""What all train workers have in common: one process per rank, in one process group; saving, loading, profiling."""
+"""The base of all train workers: one process per rank, in one process group; saving, loading, profiling."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RankSettings:
 
 
 class Checkpointable(Protocol):
-    """What a rank trains. `states` and `load_states` are collective."""
+    """The models that a rank trains. `states` and `load_states` are collective."""
 
     def engines(self) -> Mapping[str, TrainEngine[Any]]:
         """Return the engines by their folder in a checkpoint."""
@@ -77,7 +77,7 @@ class BaseTrainWorker:
     def address(self) -> tuple[str, int] | None:
         """Return where rank 0 listens from now on; None for other ranks.
 
-        A port that is only chosen could be taken by the time all ranks have imported torch.
+        Other processes could take a port that is not bound yet by the time all ranks have imported torch.
         """
         if self._rank != 0:
             return None

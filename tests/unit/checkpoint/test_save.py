@@ -3,6 +3,7 @@ import torch
 
 from verl.checkpoint.save import load, save
 from verl.errors import CheckpointError
+from verl.types import LocalShard
 
 pytestmark = pytest.mark.unit
 
@@ -70,3 +71,20 @@ def test_an_adapter_and_all_weights_are_not_taken_for_each_other(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds an adapter; set peft\.lora_rank as it was"):
         load(whole, tmp_path / "adapter")
     assert load(adapter, tmp_path / "adapter")["base"]["fingerprint"] == "f"
+
+
+def test_a_shard_is_filled_from_its_place_in_the_whole(tmp_path):
+    whole = torch.arange(12.0).view(4, 3)
+    save({"model": {"weight": LocalShard(whole, (0, 0), (4, 3), whole.dtype)}}, tmp_path)
+    corner = LocalShard(torch.zeros(2, 2), (1, 1), (4, 3), torch.float32)
+    nothing = LocalShard(None, (0, 0), (4, 3), torch.float32)
+    assert load({"model": {"weight": corner}}, tmp_path)["model"]["weight"] is corner
+    assert torch.equal(corner.tensor, whole[1:3, 1:3])
+    assert load({"model": {"weight": nothing}}, tmp_path)["model"]["weight"] is nothing
+
+
+def test_a_shard_of_another_shape_is_refused_by_name(tmp_path):
+    save({"model": {"weight": torch.zeros(4, 3)}}, tmp_path)
+    wanted = LocalShard(torch.zeros(2, 3), (0, 0), (2, 3), torch.float32)
+    with pytest.raises(CheckpointError, match=r"model.weight has shape \(4, 3\) in it, \(2, 3\) is needed"):
+        load({"model": {"weight": wanted}}, tmp_path)

@@ -213,7 +213,7 @@ def test_an_adapter_to_start_from_computes_what_peft_loads(
 def test_an_adapter_with_other_tensors_than_the_settings_ask_for_is_refused(path: Path, tmp_path: Path) -> None:
     save_peft_adapter(path, tmp_path, target_modules=["q_proj", "v_proj"])
     for lora in (LoraSettings(4, targets=("q_proj",)), LoraSettings(4), LoraSettings(2, targets=("q_proj", "v_proj"))):
-        with pytest.raises(EngineError, match="leave these settings out to use the adapter's"):
+        with pytest.raises(EngineError, match="remove these settings to use the adapter's"):
             loaded(path, replace(lora, path=str(tmp_path)))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"broken")
     with pytest.raises(EngineError, match="cannot be loaded"):

@@ -72,7 +72,7 @@ def _load_values(model: PackedModel, path: str) -> None:
     if differing:
         raise EngineError(
             f"adapter {path}: its tensors are not those that peft.target_modules and peft.lora_rank give this model "
-            f"({differing[0]} and {len(differing) - 1} more differ); leave these settings out to use the adapter's"
+            f"({differing[0]} and {len(differing) - 1} more differ); remove these settings to use the adapter's"
         )
     for name, parameter in own.items():
         parameter.copy_(stored[name])

@@ -45,7 +45,7 @@ class Muon(torch.optim.AdamW):
             for parameter in group["params"] if group["use_muon"] else ():
                 if parameter.grad is not None:
                     self._update(parameter, group)
-                    parameter.grad = None  # so that AdamW leaves it out
+                    parameter.grad = None  # so that AdamW skips it
         super().step()
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
