@@ -18,6 +18,7 @@ import yaml
 
 from verl import cli, errors
 from verl.commands import data, demo, evaluate, generate, migrate, plan
+from verl.config import rollout_engines, train_engines
 from verl.config.load import load, load_sft
 
 pytestmark = pytest.mark.unit
@@ -116,6 +117,8 @@ def test_every_block_is_of_a_kind_that_is_checked(block: Piece) -> None:
 def test_python_snippets_run_one_after_another(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one namespace a page; a snippet whose first line is `# name.py` is also written to that file."""
     monkeypatch.chdir(tmp_path)
+    for registry in (rollout_engines, train_engines):  # snippets register engines
+        monkeypatch.setattr(registry, "_ENGINES", dict(registry._ENGINES))
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks():
         if block.page == page and block.language == "python":
