@@ -14,7 +14,7 @@ from verl.algorithms.aggregate import Totals, count_totals
 from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.data.flat_batch import FlatBatch
 from verl.training.engine import KLTarget, Loss, TrainEngine
-from verl.training.kernels.logprobs import LastLayer, token_logprobs, token_logprobs_and_squares, vocabulary_kl
+from verl.training.kernels.logprobs import LastLayer, token_logprobs, vocabulary_kl
 from verl.training.layout import RankLayout
 from verl.training.settings import Head, Schedule
 
@@ -79,7 +79,7 @@ class FakeTrainEngine(TrainEngine[Any]):
         targets = batch.mask.nonzero().squeeze(-1)
         layer = LastLayer(self._one_hot(batch), self.table.T)
         temperature = self.settings.temperature if temperature is None else temperature
-        _, _, squares = token_logprobs_and_squares(layer, batch.tokens[targets], temperature=temperature)
+        _, _, squares = token_logprobs(layer, batch.tokens[targets], temperature=temperature, with_squares=True)
         return torch.zeros(batch.num_tokens).index_copy(0, targets, squares)
 
     def update(

@@ -1,4 +1,4 @@
-"""Four real ranks read their own slices, share one parse of an index, and sum metrics as tensors."""
+"""Four real ranks read their own slices, share one parse of an index, and sum metrics."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
-from verl.checkpoint import shared_index
+from verl.checkpoint import save as saving
 from verl.checkpoint.save import load, save
 from verl.errors import CheckpointError
+from verl.training.engine import sum_metrics
 from verl.training.fsdp import model_loader
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.settings import FsdpSettings
-from verl.training.metric_sums import MetricSums
 from verl.training.process_group import init_process_group
 from verl.training.settings import LoraSettings
 
@@ -80,13 +80,14 @@ def compare_engines(root):
 
 def count_parses(root, rank):
     """Return how often this rank parsed an index while four ranks loaded one, and the error of a missing one."""
-    parsed, real = [], shared_index.read_index
+    parsed, real = [], saving.read_index
 
     def count(directory):
+        index = real(directory)
         parsed.append(directory)
-        return real(directory)
+        return index
 
-    shared_index.read_index = count
+    saving.read_index = count
     engine = FsdpEngine(FsdpSettings(str(root / "untied")))
     before = {name: tensor.to_local().clone() for name, tensor in engine.state()["model"].items()}
     save(engine.state(), root / "saved")
@@ -100,26 +101,21 @@ def count_parses(root, rank):
     return {"parses": len(parsed), "is_same": is_same, "error": str(error.value)}
 
 
-def sum_metrics(rank):
-    """Return the sums of three steps, and how often objects were exchanged."""
-    exchanges, real = [], dist.all_gather_object
-    dist.all_gather_object = lambda *args, **options: exchanges.append(1) or real(*args, **options)
-    sums = MetricSums()
+def sum_steps(rank):
+    """Return the sums of the metrics of four steps."""
     shares = {"loss": torch.tensor(0.1 + rank), "kl": torch.tensor([1e16, 1.0, -1e16, 1.0], dtype=torch.float64)[rank]}
-    steps = [
-        sums.reduce({} if rank == 0 else shares),
-        sums.reduce(shares),
-        sums.reduce({"loss": torch.tensor(1.0)} if rank == 3 else {}),
-        sums.reduce({}),
+    return [
+        sum_metrics({} if rank == 0 else shares),
+        sum_metrics(shares),
+        sum_metrics({"loss": torch.tensor(1.0)} if rank == 3 else {}),
+        sum_metrics({}),
     ]
-    dist.all_gather_object = real
-    return {"steps": steps, "exchanges": len(exchanges)}
 
 
 def four_ranks(rank, port, root):
     torch.set_num_threads(1)
     init_process_group(rank, RANKS, "127.0.0.1", port)
-    results = {"differences": compare_engines(root), "index": count_parses(root, rank), "metrics": sum_metrics(rank)}
+    results = {"differences": compare_engines(root), "index": count_parses(root, rank), "metrics": sum_steps(rank)}
     torch.save(results, root / f"found-{rank}.pt")
     dist.destroy_process_group()
 
@@ -151,14 +147,10 @@ def test_every_rank_raises_the_error_of_the_one_that_reads(results):
 
 
 def test_metrics_are_added_in_the_order_of_ranks(results):
-    first, second, third, last = results[0]["metrics"]["steps"]
+    first, second, third, last = results[0]["metrics"]
     loss = [float(torch.tensor(0.1 + rank)) for rank in range(RANKS)]
     assert first == {"loss": 0.0 + loss[1] + loss[2] + loss[3], "kl": 1.0 - 1e16 + 1.0}
     assert second == {"loss": loss[0] + loss[1] + loss[2] + loss[3], "kl": 1e16 + 1.0 - 1e16 + 1.0}
     assert third == {"loss": 1.0}
     assert last == {}
-    assert all(each["metrics"]["steps"] == results[0]["metrics"]["steps"] for each in results)
-
-
-def test_names_are_exchanged_only_when_one_is_new(results):
-    assert [each["metrics"]["exchanges"] for each in results] == [1] * RANKS
+    assert all(each["metrics"] == results[0]["metrics"] for each in results)

@@ -13,7 +13,6 @@ from verl.config.batch_sizes import BatchSizes
 from verl.data.plan import Planner
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.settings import FsdpSettings
-from verl.training.policy.teacher import TeacherEngine
 from verl.training.policy.trainer import PolicyTrainer
 from verl.training.process_group import init_process_group
 from verl.training.settings import LoraSettings, Schedule
@@ -67,7 +66,7 @@ def make_step(micro):
 
 def make_policy(root, mode, **changes):
     student = FsdpEngine(FsdpSettings(str(root / "student"), schedule=Schedule(1e-2), weight_decay=0.0, **changes))
-    teacher = TeacherEngine(FsdpEngine(FsdpSettings(str(root / "teacher"), trainable=False, role="teacher")))
+    teacher = FsdpEngine(FsdpSettings(str(root / "teacher"), trainable=False, role="teacher"))
     return PolicyTrainer(student, AlgorithmSettings("no_rewards", distillation=Distillation(mode)), teacher=teacher)
 
 

@@ -16,8 +16,7 @@ from verl.algorithms.aggregate import Totals, count_totals
 from verl.algorithms.objective import ModelOutput, weigh_branches
 from verl.data.flat_batch import FlatBatch
 from verl.errors import DivergenceError
-from verl.training.engine import KLTarget, Loss, TrainEngine
-from verl.training.metric_sums import MetricSums
+from verl.training.engine import KLTarget, Loss, TrainEngine, sum_metrics
 from verl.training.random_state import get_random_state, set_random_state
 from verl.types import LocalShard
 from verl.weights.bucket import to_hf
@@ -39,7 +38,7 @@ class ToyEngine(TrainEngine[ModelOutput]):
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
-        self._metrics, self._skipped_steps = MetricSums(), 0
+        self._skipped_steps = 0
 
     def forward(
         self,
@@ -70,7 +69,7 @@ class ToyEngine(TrainEngine[ModelOutput]):
                 shares |= {name: shares.get(name, 0.0) + value.detach() for name, value in metrics.items()}
         norm, has_stepped = self._step(has_tokens=totals.tokens > 0)
         role = self.settings.role
-        return self._metrics.reduce(shares) | {
+        return sum_metrics(shares) | {
             f"{role}/grad_norm": norm,
             f"{role}/lr": self.schedule.at(self.step),
             f"{role}/skipped_steps": 0.0 if has_stepped else 1.0,

@@ -7,7 +7,7 @@ your own, set `algorithm.adv_estimator=package.module:function`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -98,23 +98,17 @@ class AdvantageInputs:
 
     def select(self, indices: Tensor, mask: Tensor, offsets: Tensor) -> AdvantageInputs:
         """Return the sequences at `indices`, with new mask and offsets, and only their scores."""
-        return replace(
-            self,
+        return AdvantageInputs(
             scores=self.scores[indices],
             groups=self.groups[indices],
             mask=mask,
             offsets=offsets,
             rewards=torch.zeros(len(mask), dtype=self.rewards.dtype),
-            values=None,
-            baselines=None,
-            process=None,
-            logprobs=None,
-            sum_pi_squared=None,
-            importance=None,
-            components={},
             episodes=None if self.episodes is None else self.episodes[indices],
             branches=None if self.branches is None else self.branches[indices],
-            token_shares=None,
+            options=self.options,
+            rank=self.rank,
+            gather=self.gather,
         )
 
     def per_token(self, values: Tensor) -> Tensor:

@@ -78,6 +78,13 @@ def weigh_branches(batch: Batch) -> BranchWeights | None:
     return BranchWeights(batch.shares, batch.episode_tokens)
 
 
+def compute_share(
+    values: Tensor, batch: Batch, totals: Totals, mode: str = "token-mean", *, scale: float | None = None
+) -> Tensor:
+    """Return the share of a batch in the aggregate of its mini-batch; see `aggregate`."""
+    return aggregate(values, batch.mask, batch.offsets, mode, totals, scale=scale, branches=weigh_branches(batch))
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
     """Policy loss - entropy_coeff * entropy + loss_kl_coef * KL to the reference + coef * KL to the teacher."""
@@ -88,9 +95,7 @@ class PolicyObjective:
         algorithm = self.algorithm
 
         def share(values: Tensor, mode: str = algorithm.agg_mode) -> Tensor:
-            return aggregate(
-                values, batch.mask, batch.offsets, mode, totals, scale=algorithm.scale, branches=weigh_branches(batch)
-            )
+            return compute_share(values, batch, totals, mode, scale=algorithm.scale)
 
         def token_mean(values: Tensor | None) -> Tensor:
             values = output.logprobs * 0 if values is None else values.to(output.logprobs.dtype)
@@ -164,27 +169,14 @@ class ValueObjective:
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
 
     def __call__(self, output: ValueOutput, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        def token_mean(values: Tensor) -> Tensor:
-            return aggregate(
-                values.detach(), batch.mask, batch.offsets, "token-mean", totals, branches=weigh_branches(batch)
-            )
-
         algorithm = self.algorithm
         old_values, returns = _require(batch.values, "values"), _require(batch.returns, "returns")
         losses, clipped = value_loss(output.values, old_values, returns, algorithm.value_clip)
-        loss = aggregate(
-            losses,
-            batch.mask,
-            batch.offsets,
-            algorithm.value_agg_mode,
-            totals,
-            scale=algorithm.scale,
-            branches=weigh_branches(batch),
-        )
+        loss = compute_share(losses, batch, totals, algorithm.value_agg_mode, scale=algorithm.scale)
         return loss, {
             "critic/vf_loss": loss.detach(),
-            "critic/vf_clipfrac": token_mean(clipped),
-            "critic/vpred_mean": token_mean(output.values),
+            "critic/vf_clipfrac": compute_share(clipped, batch, totals),
+            "critic/vpred_mean": compute_share(output.values.detach(), batch, totals),
         }
 
 
@@ -204,15 +196,14 @@ class OutcomeObjective:
         losses = binary_cross_entropy_with_logits(logits, outcome, reduction="none")
         is_correct = ((logits > 0) == (outcome > 0.5)).to(losses.dtype)
         loss, accuracy = (
-            aggregate(values, batch.mask, batch.offsets, "seq-mean-token-mean", totals, branches=weigh_branches(batch))
-            for values in (losses, is_correct)
+            compute_share(values, batch, totals, "seq-mean-token-mean") for values in (losses, is_correct)
         )
         return loss, {"process/loss": loss.detach(), "process/accuracy": accuracy}
 
 
 def sft(output: ModelOutput, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood of the masked tokens, averaged over tokens: supervised fine-tuning."""
-    loss = aggregate(-output.logprobs, batch.mask, batch.offsets, "token-mean", totals)
+    loss = compute_share(-output.logprobs, batch, totals)
     return loss, {"train/loss": loss.detach()}
 
 

@@ -22,11 +22,11 @@ from verl.checkpoint.shards import (
     ShardFiles,
     ShardIndex,
     TensorEntry,
+    read_index,
     shard_name,
     write_index,
     write_shard,
 )
-from verl.checkpoint.shared_index import SharedIndex, read_index_once
 from verl.errors import CheckpointError, VerlError
 from verl.types import LocalShard
 
@@ -76,7 +76,7 @@ def save(
     return {name: checksum for part in written for name, checksum in part.items()}
 
 
-def load(state: dict[str, Any], directory: str | Path, index: SharedIndex | None = None) -> dict[str, Any]:
+def load(state: dict[str, Any], directory: str | Path, index: ShardIndex | None = None) -> dict[str, Any]:
     """Fill `state`, which has the shapes that this rank needs, from `directory`; all ranks call it together.
 
     `index` is that of the directory, if it has been read already. Tensors are filled in place. Entries under "rng" that
@@ -89,7 +89,28 @@ def load(state: dict[str, Any], directory: str | Path, index: SharedIndex | None
     return loaded
 
 
-def _load(state: dict[str, Any], directory: Path, index: SharedIndex) -> dict[str, Any]:
+def read_index_once(directory: str | Path) -> ShardIndex:
+    """Return the index of a directory; all ranks call it together, and only rank 0 reads the file.
+
+    Parsing takes seconds at 64 ranks, because an index has an entry for every part of every tensor.
+    """
+    outcome: list[Any] = [None, ""]
+    cause: Exception | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            outcome = [read_index(directory), ""]
+        except VerlError as error:
+            outcome, cause = [None, str(error)], error
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, src=0)
+    index, message = outcome
+    if message:
+        raise CheckpointError(message) from cause
+    assert isinstance(index, ShardIndex)
+    return index
+
+
+def _load(state: dict[str, Any], directory: Path, index: ShardIndex) -> dict[str, Any]:
     stored = [*index.tensors, *index.values]
     wanted = dict(state)
     absent = [rank for rank in state.get(PER_RANK, {}) if not any(n.startswith(f"{PER_RANK}.{rank}.") for n in stored)]
@@ -102,7 +123,7 @@ def _load(state: dict[str, Any], directory: Path, index: SharedIndex) -> dict[st
     with ShardFiles(directory) as files:
         for name, leaf in _flatten(wanted):
             if isinstance(leaf, Tensor | LocalShard) and (shard := get_local_shard(leaf)).tensor is not None:
-                files.fill(shard.tensor, shard.offsets, name, index.select(name, shard.offsets, shard.tensor.shape))
+                files.fill(shard.tensor, shard.offsets, name, index.tensors[name])
     _set_values(wanted, index.values)
     return wanted
 
@@ -164,7 +185,7 @@ def _run_on_all_ranks(
     return [result for result, _ in outcomes]
 
 
-def _check_fit(state: Mapping[str, Any], index: SharedIndex, directory: Path) -> None:
+def _check_fit(state: Mapping[str, Any], index: ShardIndex, directory: Path) -> None:
     parts = {name.partition(".")[0] for name in (*index.tensors, *index.values)}
     if "model" in state and "model" in parts and (BASE in state) != (BASE in parts):
         content = (

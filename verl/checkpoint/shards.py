@@ -15,10 +15,10 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,8 +47,7 @@ DTYPES = {
 """The names of types in safetensors files."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A box of a tensor, and the shard that stores it under the tensor's name."""
 
     offsets: tuple[int, ...]
@@ -72,10 +71,19 @@ class ShardIndex:
     tensors: dict[str, TensorEntry]
     values: dict[str, Any]
 
+    def values_below(self, prefix: str) -> dict[str, Any]:
+        """Return the plain values whose names start with `prefix`, by the rest of their names."""
+        return {name.removeprefix(prefix): value for name, value in self.values.items() if name.startswith(prefix)}
+
 
 def read_index(directory: str | Path) -> ShardIndex:
     """Return the index of a directory, validated: shards are inside the directory, and parts fill their tensors."""
     path = Path(directory, METADATA)
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            f"checkpoint {directory}: does not exist; the run that saved had no {path.parent.name}. Use the same "
+            "algorithm, or start from the beginning with trainer.resume_mode=disable"
+        )
     try:
         content = json.loads(path.read_bytes())
         if content["format"] == FORMAT:
@@ -109,9 +117,8 @@ def read_tensors(directory: str | Path, prefix: str = "") -> Iterator[tuple[str,
 
 
 def read_values(directory: str | Path, prefix: str = "") -> dict[str, Any]:
-    """Return the plain values whose names start with `prefix`, by the rest of their names."""
-    values = read_index(directory).values
-    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+    """Return the plain values in a directory whose names start with `prefix`, by the rest of their names."""
+    return read_index(directory).values_below(prefix)
 
 
 class ShardFiles(ExitStack):
@@ -173,7 +180,11 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileChecksum:
 def write_index(directory: Path, index: ShardIndex) -> FileChecksum:
     """Write the index, which goes last: without it there is nothing to read."""
     tensors = {
-        name: asdict(entry) | {"dtype": str(entry.dtype).removeprefix("torch.")}
+        name: {
+            "dtype": str(entry.dtype).removeprefix("torch."),
+            "shape": entry.shape,
+            "parts": [part._asdict() for part in entry.parts],
+        }
         for name, entry in index.tensors.items()
     }
     content = {"format": FORMAT, "tensors": tensors, "values": index.values}

@@ -64,7 +64,7 @@ class RLTrainer:
             "perf/controller_rss_gib": resident_gib(),
         }
         failures = self.episodes.failures.end_step()
-        return Metrics.merge(self.buffer.metrics(), failures, plan.metrics, stats, update, sync, times, whole)
+        return Metrics.merge(self.buffer.metrics, failures, plan.metrics, stats, update, sync, times, whole)
 
     async def begin(self, version: int) -> None:
         self._weights_version = version

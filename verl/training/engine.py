@@ -207,6 +207,17 @@ class TrainEngine(ABC, Generic[Output]):
         return EngineError(f"{type(self).__name__} does not support {capability}; its spec must not declare it")
 
 
+def sum_metrics(shares: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the sum of each metric over all ranks; a rank without samples has none. Collective.
+
+    Added in the order of ranks, which an all-reduce does not promise, so that a resumed run has the same digits.
+    """
+    parts: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, {name: float(value) for name, value in shares.items()})
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum((part[name] for part in parts if name in part), 0.0) for name in names}
+
+
 CONTENTS = {"model": ("model", "base"), "optimizer": ("optimizer",), "extra": ("schedule", "rng", "policy")}
 """Setting -> parts of an engine's state."""
 

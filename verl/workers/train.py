@@ -61,7 +61,6 @@ class TrainWorker(BaseTrainWorker):
         import torch
 
         from verl.training.policy.prime import PrimeRewardModel
-        from verl.training.policy.teacher import TeacherEngine
         from verl.training.policy.trainer import PolicyTrainer, load_functions
 
         def build(model: EngineSettings | None) -> TrainEngine[Any] | None:
@@ -77,14 +76,13 @@ class TrainWorker(BaseTrainWorker):
             prime_reference = build(settings.prime_reference) or reference
             assert prime_reference is not None
             prime = PrimeRewardModel(build_engine(settings.prime), prime_reference, beta=algorithm.prime_beta)
-        teacher = None if settings.teacher is None else TeacherEngine(build_engine(settings.teacher))
         self._policy = self._trained = PolicyTrainer(
             actor,
             algorithm,
             reference=reference,
             critic=build(settings.critic),
             prime=prime,
-            teacher=teacher,
+            teacher=build(settings.teacher),
         )
         torch.manual_seed(settings.seed + 1 + self._rank)
         self._sync_dtype, self._deadlines = getattr(torch, settings.sync_dtype), settings.deadlines

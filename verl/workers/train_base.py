@@ -180,8 +180,7 @@ class BaseTrainWorker:
 
     def load(self, directory: str) -> None:
         from verl.checkpoint.adapter import check_base
-        from verl.checkpoint.save import load
-        from verl.checkpoint.shared_index import read_index_once
+        from verl.checkpoint.save import load, read_index_once
 
         states = self._trained.states(self._settings.load_contents)
         indices = {folder: read_index_once(Path(directory, folder)) for folder in states}

@@ -69,13 +69,13 @@ async def test_samples_of_an_unverified_engine_are_discarded_if_their_group_had_
     version = 1
     buffer.advance(1)
     assert [sample.index for sample in await buffer.take(2)] == [0, 0]
-    assert buffer.metrics() == {"faults/samples_discarded": 2.0}
+    assert buffer.metrics == {"faults/samples_discarded": 2.0}
     assert "2 samples of rollout engines" in buffer.warnings[0]
     buffer.advance(2)
     assert len(await buffer.take(2)) == 2
     buffer.advance(3)
     assert len(await buffer.take(2)) == 4, "groups that start later run on a new process"
-    assert not buffer.metrics()
+    assert not buffer.metrics
     await buffer.close()
 
 
@@ -220,7 +220,7 @@ async def test_dropped_prompts_are_counted_and_reported_once() -> None:
     for version in range(4):
         buffer.advance(version)
         await buffer.take(2)
-        seen.append((buffer.metrics(), len(buffer.warnings)))
+        seen.append((buffer.metrics, len(buffer.warnings)))
     counts = [{"data/prompts_dropped": count} for count in (2.0, 0.0, 1.0, 0.0)]
     assert seen == [(counts[0], 1), (counts[1], 0), (counts[2], 0), (counts[3], 0)]
 

@@ -105,7 +105,7 @@ def test_takes_follow_the_stream_within_the_bound_also_after_a_resume(
             assert [sample.group for sample in samples] == [group for group in expected for _ in range(2)]
             looked_at = following - first
             assert (
-                feed.metrics().items()
+                feed.metrics.items()
                 >= {
                     "sampling/groups_generated": looked_at,
                     "sampling/groups_dropped": looked_at - len(expected),
@@ -181,13 +181,13 @@ async def test_a_smaller_batch_comes_with_words_and_a_full_one_without() -> None
     assert "1 of 4 groups have different scores, 2 are needed" in words
     assert "the mean score of the others is 0.5" in words
     assert "actor_rollout_ref.rollout.temperature" in words
-    assert buffer.metrics()["sampling/dropped_score_mean"] == 0.5
+    assert buffer.metrics["sampling/dropped_score_mean"] == 0.5
 
     world.pattern, world.version = [True], 1
     buffer.advance(1)
     assert groups(await buffer.take(2)) == [4, 5]
     assert buffer.warnings == []
-    assert buffer.metrics() == {
+    assert buffer.metrics == {
         "sampling/groups_generated": 2.0,
         "sampling/groups_dropped": 0.0,
         "sampling/gen_batches": 1.0,
@@ -214,7 +214,7 @@ async def test_without_dynamic_sampling_nothing_is_dropped_or_counted() -> None:
     buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2)
     buffer.advance(0)
     assert groups(await buffer.take(2)) == [0, 1]
-    assert (buffer.metrics(), buffer.warnings) == ({}, [])
+    assert (buffer.metrics, buffer.warnings) == ({}, [])
 
 
 async def test_a_judgement_that_fails_fails_the_take() -> None:

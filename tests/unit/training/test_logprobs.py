@@ -6,7 +6,6 @@ from verl.training.kernels.logprobs import (
     LastLayer,
     default_chunk,
     token_logprobs,
-    token_logprobs_and_squares,
     vocabulary_kl,
 )
 
@@ -101,7 +100,7 @@ def test_a_floor_of_log_probs_bounds_the_ratios_of_the_kl_and_not_its_probabilit
 def test_sums_of_squared_probabilities_come_with_the_same_log_probs_and_gradients(chunk, options, dtype):
     (hidden, weight), targets = inputs(dtype=dtype)
     layer = LastLayer(hidden, weight, **options)
-    *ours, squares = token_logprobs_and_squares(layer, targets, temperature=0.7, chunk=chunk)
+    *ours, squares = token_logprobs(layer, targets, temperature=0.7, chunk=chunk, with_squares=True)
     expected = token_logprobs(layer, targets, temperature=0.7, chunk=chunk)
     assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
     torch.testing.assert_close(squares, layer.logprobs(0.7).exp().square().sum(-1))

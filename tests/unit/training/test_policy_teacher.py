@@ -16,7 +16,6 @@ from verl.algorithms.settings import (
     Distillation,
 )
 from verl.data.flat_batch import FlatBatch
-from verl.training.policy.teacher import TeacherEngine
 from verl.training.policy.trainer import PolicyTrainer
 from verl.types import Sample
 
@@ -115,7 +114,7 @@ def test_a_teacher_is_not_in_the_checkpoint() -> None:
 def test_a_resumed_distillation_needs_no_teacher_in_the_checkpoint(tmp_path: Any) -> None:
     def policy() -> PolicyTrainer:
         algorithm = AlgorithmSettings("no_rewards", distillation=Distillation())
-        return PolicyTrainer(Table(), algorithm, teacher=TeacherEngine(Table(seed=1)))  # type: ignore[arg-type]
+        return PolicyTrainer(Table(), algorithm, teacher=Table(seed=1))  # type: ignore[arg-type]
 
     step, first = step_of(SAMPLES), policy()
     step.run(first)
@@ -153,7 +152,7 @@ def as_taught(samples: Sequence[Sample]) -> FlatBatch:
 def test_a_teacher_with_its_own_prompts_judges_the_same_tokens(micro: int) -> None:
     actor, teacher, step = Table(), Table(seed=1), step_of(TAUGHT, micro=micro)
     algorithm = AlgorithmSettings("no_rewards", distillation=Distillation())
-    policy = PolicyTrainer(actor, algorithm, teacher=TeacherEngine(teacher))  # type: ignore[arg-type]
+    policy = PolicyTrainer(actor, algorithm, teacher=teacher)  # type: ignore[arg-type]
     step.run(policy)
     batch, view = FlatBatch.from_samples(step.samples), as_taught(step.samples)
     expected = torch.zeros(batch.num_tokens)
@@ -176,7 +175,7 @@ def test_the_exact_kl_to_a_teacher_with_its_own_prompts_leaves_out_what_the_poli
     log_q = teacher.table.detach().log_softmax(-1)[view.tokens[view.mask.nonzero().squeeze(-1) - 1]]
     kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
     kl.backward()
-    policy = PolicyTrainer(actor, algorithm, teacher=TeacherEngine(teacher))  # type: ignore[arg-type]
+    policy = PolicyTrainer(actor, algorithm, teacher=teacher)  # type: ignore[arg-type]
     metrics = step.run(policy)
     assert metrics["actor/distillation_kl"] == pytest.approx(float(kl.detach()), rel=1e-5)
     assert start.grad is not None

@@ -174,9 +174,10 @@ def test_loading_refuses_a_model_whose_results_change(tmp_path, monkeypatch):
     path = save_family("Qwen2", tmp_path)
     monkeypatch.setattr(attention, "_prepend", lambda prefix, states: torch.cat([states[:, :, :0], states], dim=2))
     load_model(path, dtype=torch.float32)
-    with pytest.raises(EngineError, match=r"log-probs differ by .* share their prompt.*use_prefix_grouper=False"):
+    message = r"log-probs of packed sequences that share a prompt differ .*use_prefix_grouper=False"
+    with pytest.raises(EngineError, match=message):
         load_model(path, dtype=torch.float32, shared_prompts=True)
-    with pytest.raises(EngineError, match="hidden states differ"):
+    with pytest.raises(EngineError, match="hidden states of packed sequences that share a prompt differ"):
         load_model(path, dtype=torch.float32, head="value", shared_prompts=True)
 
 

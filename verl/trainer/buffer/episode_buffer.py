@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from verl.data.samplers import PromptStream
 from verl.errors import ConfigError, WeightSyncError
 from verl.trainer.buffer.admission import Admission
-from verl.trainer.buffer.groups import Group, Take
-from verl.trainer.buffer.report import BufferReport
+from verl.trainer.buffer.groups import Group
+from verl.trainer.buffer.report import Take
 from verl.trainer.buffer.selection import InOrder, Selection
-from verl.trainer.buffer.signal import SignalFilter, get_raw_score
+from verl.trainer.buffer.signal import SignalFilter, get_raw_score, group_has_signal
 from verl.types import SampleHandle
 
 RunGroup = Callable[[int, int], Awaitable[list[SampleHandle] | None]]
@@ -33,6 +32,10 @@ class EpisodeBuffer:
     left over; with it, the next take uses what is left over, which is still fresh enough.
 
     A prompt is dropped if `run_group` returns None: it is too long, which streamed data shows only when it is read.
+
+    Attributes:
+        metrics: Those of the last take; empty if no sample was discarded, rejected or dropped.
+        warnings: Those of the last take.
     """
 
     def __init__(
@@ -54,12 +57,14 @@ class EpisodeBuffer:
                 ]
             )
         self._run_group, self._stream, self.batch, self._max_staleness = run_group, stream, batch, max_staleness
-        self._signal, self._selection = signal, selection or InOrder()
-        self._max_batches = 0 if signal is None else signal.max_batches
-        self._admission = Admission(batch, run_ahead=max_staleness, max_batches=self._max_batches)
-        self._report = BufferReport(signal, warn)
+        self._signal, self._selection, self._warn = signal, selection or InOrder(), warn
+        max_batches = 0 if signal is None else signal.max_batches
+        self._admission = Admission(batch, run_ahead=max_staleness, max_batches=max_batches)
         self._groups: dict[int, Group] = {}  # by position: started and not taken
         self._version = 0
+        self._has_dropped = False
+        self.metrics: dict[str, float] = {}
+        self.warnings: list[str] = []
 
     def advance(self, version: int) -> None:
         """Start the groups that are allowed now that the engines have `version`."""
@@ -75,15 +80,15 @@ class EpisodeBuffer:
         """
         if count > len(self._groups):
             raise RuntimeError(f"take({count}) would wait forever: only {len(self._groups)} groups may run")
-        take = Take(count, self._max_batches * count or sys.maxsize)
-        self._report.begin(take)
+        take = Take(count, self._signal, self._warn)
         while (missing := take.missing) > 0:
             take.add(await self._select(missing))
-            self._report.check(take)
         # Not when a group finishes: an adaptive sampler sees the same scores in the same order after a resume.
         self._stream.record([get_raw_score(sample) for sample in group.samples] for group in take.selected)
         self._admission.record_started(count - len(take.trained))  # a smaller batch counts as a whole one
-        self._report.finish(take, self.position)
+        take.finish(self.position, has_dropped=self._has_dropped)
+        self._has_dropped |= take.dropped > 0
+        self.metrics, self.warnings = take.metrics, take.warnings
         samples = [sample for group in take.trained for sample in group.samples]
         oldest = min(sample.version for sample in samples)
         if self._version - oldest > self._max_staleness:
@@ -98,15 +103,6 @@ class EpisodeBuffer:
         unverified = frozenset(engines)
         for group in self._groups.values() if unverified else ():
             group.unverified |= unverified
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last take; empty if no sample was discarded, rejected or dropped."""
-        return self._report.metrics
-
-    @property
-    def warnings(self) -> list[str]:
-        """The warnings of the last take."""
-        return self._report.warnings
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data for a checkpoint. Groups that no take has seen run again."""
@@ -138,7 +134,7 @@ class EpisodeBuffer:
             self._admission.record_dropped()
         else:
             group.samples = samples
-            if self._signal is None or self._signal.accepts(samples):
+            if self._signal is None or group_has_signal(samples, self._signal.metric):
                 return
             group.reject()
             self._admission.record_rejected()

@@ -1,10 +1,8 @@
-"""Groups of episodes: one group from its start to its training, and all groups of one step."""
+"""A group of episodes, from its start to its training."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from verl.types import SampleHandle
@@ -33,35 +31,3 @@ class Group:
         count = len(self.samples) - len(kept)
         self.samples = kept
         return count
-
-
-@dataclass(slots=True)
-class Take:
-    """The groups of one step: how many are wanted, and those that were selected so far, by what becomes of them."""
-
-    count: int  # groups to train
-    bound: int = sys.maxsize  # groups to look at, without dropped prompts
-    selected: list[Group] = field(default_factory=list)  # all, in the order of the selection
-    trained: list[Group] = field(default_factory=list)
-    rejected: list[Group] = field(default_factory=list)  # without signal
-    dropped: int = 0  # prompts
-    discarded: int = 0  # samples
-
-    @property
-    def generated(self) -> int:
-        """The number of groups that were looked at."""
-        return len(self.trained) + len(self.rejected)
-
-    @property
-    def missing(self) -> int:
-        """The number of groups to select next; 0 at the end."""
-        return min(self.count - len(self.trained), self.bound - self.generated)
-
-    def add(self, groups: Iterable[Group]) -> None:
-        for group in groups:
-            self.discarded += group.discard_unverified()
-            self.selected.append(group)
-            if group.is_dropped:
-                self.dropped += 1
-            else:
-                (self.trained if group.has_signal else self.rejected).append(group)

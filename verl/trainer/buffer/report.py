@@ -1,11 +1,12 @@
-"""Metrics, warnings and errors of the groups that a step takes."""
+"""The groups that a step takes, and their metrics, warnings and errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable
 
 from verl.errors import DataError, ProcessLostError, RewardError
-from verl.trainer.buffer.groups import Group, Take
+from verl.trainer.buffer.groups import Group
 from verl.trainer.buffer.signal import SignalFilter
 
 MAX_DROPPED = 100  # prompts for each one of a batch; with more the data does not fit the settings
@@ -18,85 +19,105 @@ _FIX = (
 )
 
 
-class BufferReport:
-    """Reports what a buffer took. `warn` is called while a search lasts; `warnings` are those of the last step."""
+class Take:
+    """The groups of one step: `count` are wanted; those selected so far, by what becomes of them.
 
-    def __init__(self, signal: SignalFilter | None, warn: Callable[[str], None]) -> None:
-        self._signal, self._warn = signal, warn
-        self._next_warning = 0
-        self._has_dropped = False
+    `warn` is called while a search lasts; `metrics` and `warnings` are complete after `finish`.
+    """
+
+    def __init__(self, count: int, signal: SignalFilter | None, warn: Callable[[str], None]) -> None:
+        self.count, self._signal, self._warn = count, signal, warn
+        self._bound = count * signal.max_batches if signal and signal.max_batches else sys.maxsize
+        self._next_warning = LONG_SEARCH * count
+        self.selected: list[Group] = []  # all, in the order of the selection
+        self.trained: list[Group] = []
+        self._rejected: list[Group] = []  # without signal
+        self.dropped = 0  # prompts
+        self._discarded = 0  # samples
         self.metrics: dict[str, float] = {}
         self.warnings: list[str] = []
 
-    def begin(self, take: Take) -> None:
-        self._next_warning = LONG_SEARCH * take.count
+    @property
+    def _generated(self) -> int:
+        """The number of groups that were looked at."""
+        return len(self.trained) + len(self._rejected)
 
-    def check(self, take: Take) -> None:
-        """Check a search that goes on: warn if it takes long, raise if nearly all prompts are dropped."""
-        if take.dropped > MAX_DROPPED * take.count:
+    @property
+    def missing(self) -> int:
+        """The number of groups to select next; 0 at the end."""
+        return min(self.count - len(self.trained), self._bound - self._generated)
+
+    def add(self, groups: Iterable[Group]) -> None:
+        """Add groups; warn if the search takes long, raise if nearly all prompts are dropped."""
+        for group in groups:
+            self._discarded += group.discard_unverified()
+            self.selected.append(group)
+            if group.is_dropped:
+                self.dropped += 1
+            else:
+                (self.trained if group.has_signal else self._rejected).append(group)
+        if self.dropped > MAX_DROPPED * self.count:
             raise DataError(
-                f"{take.dropped:,} of the last {take.dropped + take.generated:,} prompts are longer than "
+                f"{self.dropped:,} of the last {self.dropped + self._generated:,} prompts are longer than "
                 "data.max_prompt_length and were dropped; increase it, or fix data.train_files"
             )
-        if self._next_warning <= take.generated and take.missing > 0:
+        if self._next_warning <= self._generated and self.missing > 0:
             self._next_warning *= 2
-            self._warn(f"{self._describe_search(take)}. The search continues. {_FIX}")
+            self._warn(f"{self._describe_search()}. The search continues. {_FIX}")
 
-    def finish(self, take: Take, position: int) -> None:
-        """Set metrics and warnings; raise if there is nothing to train on. `position` is that of the next group."""
-        self.metrics, self.warnings = {}, []
-        samples = sum(len(group.samples) for group in take.trained)
-        if take.discarded:
+    def finish(self, position: int, *, has_dropped: bool) -> None:
+        """Set metrics and warnings; raise if there is nothing to train on.
+
+        Args:
+            position: The position of the next group.
+            has_dropped: Whether an earlier step has dropped prompts: there is a warning once, then a metric.
+        """
+        samples = sum(len(group.samples) for group in self.trained)
+        if self._discarded:
             if not samples:
                 raise ProcessLostError("all samples of this step are of rollout engines that were not verified")
-            self.metrics["faults/samples_discarded"] = float(take.discarded)
-            self.warnings.append(f"{take.discarded:,} samples of rollout engines that were not verified are discarded")
+            self.metrics["faults/samples_discarded"] = float(self._discarded)
+            self.warnings.append(f"{self._discarded:,} samples of rollout engines that were not verified are discarded")
         if self._signal is not None:
-            self._report_search(take, position)
-        self._report_dropped(take)
+            self._report_search(position)
+        if self.dropped and not has_dropped:
+            self.warnings.append(
+                f"{self.dropped:,} of {self.dropped + self._generated:,} prompts are longer than "
+                "data.max_prompt_length and were dropped (data.filter_overlong_prompts=True); the next prompts replace "
+                "them. From now on data/prompts_dropped counts them for each step"
+            )
+        if self.dropped or has_dropped:
+            self.metrics["data/prompts_dropped"] = float(self.dropped)
         if not samples:
             raise RewardError(
-                f"none of the responses to {len(take.trained)} prompts could be scored: there is nothing to train on. "
+                f"none of the responses to {len(self.trained)} prompts could be scored: there is nothing to train on. "
                 "Fix the reward function (reward.max_failure_rate allows this many failures)"
             )
 
-    def _report_search(self, take: Take, position: int) -> None:
+    def _report_search(self, position: int) -> None:
         self.metrics |= {
-            "sampling/groups_generated": float(take.generated),
-            "sampling/groups_dropped": float(len(take.rejected)),
-            "sampling/gen_batches": take.generated / take.count,
+            "sampling/groups_generated": float(self._generated),
+            "sampling/groups_dropped": float(len(self._rejected)),
+            "sampling/gen_batches": self._generated / self.count,
         }
-        if take.rejected:
-            self.metrics["sampling/dropped_score_mean"] = _mean_score(take.rejected)
-        if len(take.trained) == take.count:
+        if self._rejected:
+            self.metrics["sampling/dropped_score_mean"] = self._mean_rejected_score()
+        if len(self.trained) == self.count:
             return
-        search = self._describe_search(take)
-        if not take.trained:
-            first = position - take.generated
+        search = self._describe_search()
+        if not self.trained:
+            first = position - self._generated
             raise RewardError(f"{search}. Their prompts are {first} to {position - 1} of the stream. {_FIX}")
         self.warnings.append(f"{search}. The step trains on the smaller batch. {_FIX}")
 
-    def _report_dropped(self, take: Take) -> None:
-        """Warn at the first dropped prompt; from then on there is a metric."""
-        if take.dropped and not self._has_dropped:
-            self._has_dropped = True
-            self.warnings.append(
-                f"{take.dropped:,} of {take.dropped + take.generated:,} prompts are longer than data.max_prompt_length "
-                "and were dropped (data.filter_overlong_prompts=True); the next prompts replace them. From now on "
-                "data/prompts_dropped counts them for each step"
-            )
-        if self._has_dropped:
-            self.metrics["data/prompts_dropped"] = float(take.dropped)
-
-    def _describe_search(self, take: Take) -> str:
-        max_batches = 0 if self._signal is None else self._signal.max_batches
-        bound = f"at most {max_batches} batches are searched" if max_batches else "searched without a bound"
+    def _describe_search(self) -> str:
+        has_bound = self._bound < sys.maxsize
+        bound = f"at most {self._bound // self.count} batches are searched" if has_bound else "searched without a bound"
         return (
-            f"dynamic sampling: {len(take.trained)} of {take.generated:,} groups have different scores, "
-            f"{take.count:,} are needed ({bound}); the mean score of the others is {_mean_score(take.rejected):.3g}"
+            f"dynamic sampling: {len(self.trained)} of {self._generated:,} groups have different scores, "
+            f"{self.count:,} are needed ({bound}); the mean score of the others is {self._mean_rejected_score():.3g}"
         )
 
-
-def _mean_score(groups: Sequence[Group]) -> float:
-    scores = [sample.score for group in groups for sample in group.samples]
-    return sum(scores) / max(len(scores), 1)
+    def _mean_rejected_score(self) -> float:
+        scores = [sample.score for group in self._rejected for sample in group.samples]
+        return sum(scores) / max(len(scores), 1)

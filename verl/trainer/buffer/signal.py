@@ -21,9 +21,6 @@ class SignalFilter:
     metric: str = "score"
     max_batches: int = 0
 
-    def accepts(self, samples: Sequence[SampleHandle]) -> bool:
-        return group_has_signal(samples, self.metric)
-
 
 def group_has_signal(samples: Sequence[SampleHandle], metric: str) -> bool:
     """Return whether a metric differs within a group: the score, or a number that the reward function returned.

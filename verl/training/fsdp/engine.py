@@ -25,7 +25,7 @@ from verl.algorithms.objective import ModelOutput, ValueOutput, weigh_branches
 from verl.checkpoint.adapter import check_base, is_adapter, merge_adapter, original_name, peft_name
 from verl.data.flat_batch import FlatBatch
 from verl.errors import DivergenceError, EngineError
-from verl.training.engine import KLTarget, Loss, TrainEngine
+from verl.training.engine import KLTarget, Loss, TrainEngine, sum_metrics
 from verl.training.fsdp.divergence import compute_norm, describe_nonfinite, make_probe
 from verl.training.fsdp.local_shards import find_plain_names, iter_shards
 from verl.training.fsdp.lora import describe_adapter, disable_adapter, is_trainable
@@ -38,7 +38,6 @@ from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.sharding import group_by_mesh, parse_dtype, shard_model
 from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.training.kernels.logprobs import LastLayer, compiled_kernels
-from verl.training.metric_sums import MetricSums
 from verl.training.optim.optimizers import LossScaler, build_optimizer, optimizer_options
 from verl.training.process_group import check_divides
 from verl.training.profiler import span
@@ -88,7 +87,6 @@ class FsdpEngine(TrainEngine[Any]):
         if settings.trainable:
             self.optimizer = build_optimizer(self.model, settings)
         self._scaler = LossScaler(settings.compute_dtype)
-        self._metrics = MetricSums()
         self._skipped_steps = 0  # in a row
         self.notes: list[str] = [self.model.note] if self.model.note and self.world_size > 1 else []
         if settings.compile and isinstance(self.model, PackedCausalLM):
@@ -166,7 +164,7 @@ class FsdpEngine(TrainEngine[Any]):
         }
         if self._scaler.is_active:
             metrics[f"{role}/loss_scale"] = self._scaler.scale
-        return self._metrics.reduce(shares) | metrics
+        return sum_metrics(shares) | metrics
 
     def advance_schedule(self) -> None:
         self.step += 1

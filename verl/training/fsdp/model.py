@@ -18,7 +18,6 @@ from verl.training.kernels.logprobs import (
     PLAIN,
     LastLayer,
     token_logprobs,
-    token_logprobs_and_squares,
     vocabulary_kl,
 )
 
@@ -144,8 +143,9 @@ class PackedCausalLM(PackedModel):
         if return_hidden:
             return layer
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk}
-        compute = token_logprobs_and_squares if with_squares else token_logprobs
-        logprobs, entropy, *squares = compute(layer, tokens[targets], kernels=self.kernels, **options)
+        logprobs, entropy, *squares = token_logprobs(
+            layer, tokens[targets], kernels=self.kernels, with_squares=with_squares, **options
+        )
         kls = (None if other is None else vocabulary_kl(layer, other, **options) for other in (reference, teacher))
         place = partial(self.place, targets=targets, count=len(tokens))
         output = ModelOutput(place(logprobs), place(entropy), *(None if kl is None else place(kl) for kl in kls))

@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.models.hub import local_path
 from verl.models.model_safety import PICKLED, model_problems
@@ -38,7 +39,7 @@ from verl.training.fsdp.sharded_loading import (
     find_unused,
     materialize,
 )
-from verl.training.fsdp.shared_prompts import check_shared_prompts
+from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.training.kernels.attention import PACKED_ATTENTION, register_attention
 from verl.training.settings import Head, LoraSettings
 from verl.weights.bucket import check_names
@@ -92,9 +93,7 @@ def load_model(
     for name, parameter in model.named_parameters():
         if name in pending:
             fill(parameter, sources[pending[name]])
-    _enable_packing(model, path, device, compute_dtype or dtype)
-    if shared_prompts:
-        check_shared_prompts(model, path, device, compute_dtype or dtype)
+    _enable_packing(model, path, device, compute_dtype or dtype, shared_prompts)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -174,31 +173,41 @@ def _check_layers(hf: PreTrainedModel, path: str) -> None:
         )
 
 
-_SAMPLE_LENGTHS = (7, 4, 4)
+_SAMPLE = ((3, 1, 4, 1, 5, 9, 2), (3, 1, 4, 8), (3, 1, 4, 6), (2, 7))
+_SAMPLE_PROMPT = 3  # tokens
 
 
 @torch.no_grad()
 def _enable_packing(
-    model: PackedCausalLM | PackedValueModel, path: str, device: torch.device, dtype: torch.dtype
+    model: PackedCausalLM | PackedValueModel, path: str, device: torch.device, dtype: torch.dtype, shared_prompts: bool
 ) -> None:
     """Replace the model's attention, and verify on a sample that packed sequences give the same results as single ones.
 
-    Half of the digits of `dtype`, in which the model computes, must agree; the rest is left to rounding. All ranks
-    compute the same sample, on shards if the model is sharded.
+    With `shared_prompts`, also if they share a prompt. Half of the digits of `dtype`, in which the model computes, must
+    agree; the rest is left to rounding. All ranks compute the same sample, on shards if the model is sharded.
     """
     for method in ("forward_unpacked", "forward_packed"):
         register_fsdp_forward_method(model, method)
-    lengths, config = _SAMPLE_LENGTHS, model.backbone.config
-    # Token ids spread over the vocabulary, the same on every rank.
-    tokens = torch.arange(sum(lengths), device=device) * 7919 % config.get_text_config().vocab_size
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    unpacked = [model.forward_unpacked(sequence) for sequence in tokens.split(list(lengths))]
+    config, lengths = model.backbone.config, [len(sequence) for sequence in _SAMPLE]
+    # Token ids spread over the vocabulary.
+    tokens = torch.tensor([token for sequence in _SAMPLE for token in sequence]) * 7919
+    tokens %= config.get_text_config().vocab_size
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    batch = FlatBatch(tokens, offsets, torch.zeros(len(tokens), dtype=torch.bool))
+    batch = batch.with_(mask=batch.positions >= _SAMPLE_PROMPT)
+    shared = find_shared_prompts(batch) if shared_prompts else None
+    batch = batch.to(device)
+    unpacked = [model.forward_unpacked(sequence) for sequence in batch.tokens.split(lengths)]
     model.backbone.set_attn_implementation(PACKED_ATTENTION)
     expected, largest = torch.cat([values for values, _ in unpacked]), max(size for _, size in unpacked)
-    gap = float((model.forward_packed(tokens, positions, lengths) - expected).abs().max())
     limit = math.sqrt(torch.finfo(dtype).eps) * largest + 1e-5  # log-probs are float32
-    if not gap <= limit:
-        raise EngineError(
-            f"model {path} ({config.model_type}): {model.verified} of packed sequences differ from those of single "
-            f"sequences by {gap:.2g}, more than rounding explains ({limit:.2g}); this model type is not supported"
-        )
+    for prompts in [None] if shared is None else [None, shared.to(device)]:
+        gap = float((model.forward_packed(batch.tokens, batch.positions, lengths, prompts) - expected).abs().max())
+        if not gap <= limit:
+            which, fix = "", "this model type is not supported"
+            if prompts is not None:
+                which, fix = " that share a prompt", "set actor_rollout_ref.actor.use_prefix_grouper=False"
+            raise EngineError(
+                f"model {path} ({config.model_type}): {model.verified} of packed sequences{which} differ from those of "
+                f"single sequences by {gap:.2g}, more than rounding explains ({limit:.2g}); {fix}"
+            )

@@ -7,7 +7,6 @@ response adds to the gradient of the prompt is summed by autograd.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from verl.data.flat_batch import FlatBatch
-from verl.errors import EngineError
 
 
 class Segment(NamedTuple):
@@ -150,32 +148,3 @@ def _lay_segments(groups: Sequence[tuple[int, list[int]]], offsets: Sequence[int
 
 def _cumulate(lengths: Sequence[int]) -> list[int]:
     return [0, *accumulate(lengths)]
-
-
-_CHECKED = ((3, 1, 4, 1, 5), (3, 1, 4, 1, 5, 9), (2, 6), (3, 1, 4, 8, 9, 7, 9))
-_CHECKED_PROMPTS = (3, 3, 1, 3)
-
-
-@torch.no_grad()
-def check_shared_prompts(model: Any, path: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Verify on a sample that sharing prompts does not change the results of a packed model, on all ranks together.
-
-    Half of the digits of `dtype`, in which the model computes, must agree; the rest is left to rounding.
-    """
-    vocabulary = model.backbone.config.get_text_config().vocab_size
-    tokens = torch.tensor([token * 7919 % vocabulary for sequence in _CHECKED for token in sequence])
-    offsets = torch.tensor(_cumulate([len(sequence) for sequence in _CHECKED]))
-    batch = FlatBatch(tokens, offsets, torch.zeros(len(tokens), dtype=torch.bool))
-    shared = find_shared_prompts(batch.with_(mask=batch.positions >= torch.tensor(_CHECKED_PROMPTS)[batch.segment_ids]))
-    assert shared is not None
-    batch, shared = batch.to(device), shared.to(device)
-    sequences = batch.tokens, batch.positions, batch.lengths.tolist()
-    expected = model.forward_packed(*sequences)
-    gap = float((model.forward_packed(*sequences, shared) - expected).abs().max())
-    limit = math.sqrt(torch.finfo(dtype).eps) * max(1.0, float(expected.abs().max())) + 1e-5
-    if not gap <= limit:
-        raise EngineError(
-            f"model {path} ({model.backbone.config.model_type}): {model.verified} differ by {gap:.2g} if responses "
-            f"share their prompt, more than rounding explains ({limit:.2g}); set "
-            "actor_rollout_ref.actor.use_prefix_grouper=False"
-        )

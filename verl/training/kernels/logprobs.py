@@ -93,24 +93,13 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int | None = None,
     kernels: Kernels | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of `targets [N]` and the entropies, both [N] float32, in chunks of `chunk` positions."""
-    logprobs, entropy = _TokenLogprobs.apply(*layer[:3], layer, targets, temperature, chunk, kernels or PLAIN, False)
-    return logprobs, entropy
+    with_squares: bool = False,
+) -> tuple[Tensor, ...]:
+    """Return the log-probs of `targets [N]` and the entropies, both [N] float32, in chunks of `chunk` positions.
 
-
-def token_logprobs_and_squares(
-    layer: LastLayer,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk: int | None = None,
-    kernels: Kernels | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `token_logprobs`, and the sums over the vocabulary of squared probabilities, which have no gradient."""
-    outputs = _TokenLogprobs.apply(*layer[:3], layer, targets, temperature, chunk, kernels or PLAIN, True)
-    logprobs, entropy, squares = outputs
-    return logprobs, entropy, squares
+    `with_squares`, also the sums over the vocabulary of squared probabilities, which have no gradient.
+    """
+    return _TokenLogprobs.apply(*layer[:3], layer, targets, temperature, chunk, kernels or PLAIN, with_squares)
 
 
 def vocabulary_kl(layer: LastLayer, other: LastLayer, *, temperature: float = 1.0, chunk: int | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verl.algorithms.objective import ModelOutput
 from verl.data.flat_batch import FlatBatch
-from verl.training.engine import KLTarget, ReferenceEngine
+from verl.training.engine import ReferenceEngine
 from verl.training.kernels.logprobs import LastLayer
 
 
@@ -17,11 +17,11 @@ class TeacherEngine:
     """A reference engine that reads `FlatBatch.for_teacher` instead of a batch, if it is set.
 
     Its results are aligned to the generated tokens of the batch itself: log-probs are at their positions, and the rows
-    of the last layer are in their order.
+    of the last layer are in their order. In the exact KL, log-probs below `floor` count as `floor`.
     """
 
-    def __init__(self, engine: ReferenceEngine[ModelOutput]) -> None:
-        self._engine = engine
+    def __init__(self, engine: ReferenceEngine[ModelOutput], floor: float | None = None) -> None:
+        self._engine, self._floor = engine, floor
 
     def forward(self, micro_batches: Sequence[FlatBatch], **options: Any) -> list[ModelOutput]:
         read = [get_teacher_batch(batch) for batch in micro_batches]
@@ -36,21 +36,7 @@ class TeacherEngine:
 
     def last_layer(self, batch: FlatBatch) -> LastLayer:
         """Return the last layer at the generated tokens of the batch, for the exact KL."""
-        return self._engine.last_layer(get_teacher_batch(batch))
-
-    def release(self) -> None:
-        self._engine.release()
-
-
-class FlooredTeacher:
-    """A teacher for the exact KL whose log-probs below `floor` count as `floor`, as do those of the policy."""
-
-    def __init__(self, engine: KLTarget, floor: float) -> None:
-        self._engine, self._floor = engine, floor
-
-    def last_layer(self, batch: FlatBatch) -> LastLayer:
-        """Return the last layer of the teacher, with the floor."""
-        return self._engine.last_layer(batch)._replace(floor=self._floor)
+        return self._engine.last_layer(get_teacher_batch(batch))._replace(floor=self._floor)
 
     def release(self) -> None:
         self._engine.release()

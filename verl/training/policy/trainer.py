@@ -38,10 +38,10 @@ from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import RankPlan
 from verl.errors import ConfigError
-from verl.training.engine import KLTarget, ReferenceEngine, TrainEngine, select_contents
+from verl.training.engine import ReferenceEngine, TrainEngine, select_contents
 from verl.training.policy.passes import average_steps, compute_logprobs, restore_order
 from verl.training.policy.prime import PrimeRewardModel
-from verl.training.policy.teacher import FlooredTeacher
+from verl.training.policy.teacher import TeacherEngine
 from verl.training.profiler import span
 from verl.types import Sample
 
@@ -69,8 +69,10 @@ class PolicyTrainer:
         prime: PrimeRewardModel | None = None,
         teacher: ReferenceEngine[ModelOutput] | None = None,
     ) -> None:
-        self.actor, self.reference, self.critic, self.prime, self.teacher = actor, reference, critic, prime, teacher
+        self.actor, self.reference, self.critic, self.prime = actor, reference, critic, prime
         self.algorithm = algorithm = algorithm or AlgorithmSettings()
+        floor = None if algorithm.distillation is None else algorithm.distillation.log_prob_min_clamp
+        self.teacher = None if teacher is None else TeacherEngine(teacher, floor)
         self._estimator, _ = load_functions(algorithm)
         self._objective, self._value_objective = PolicyObjective(algorithm), ValueObjective(algorithm)
         self._reward_kl = algorithm.reward_kl
@@ -307,7 +309,7 @@ class PolicyTrainer:
             self.actor.update,
             loss=self._objective,
             reference=self.reference if is_exact else None,
-            teacher=self._get_loss_teacher(),
+            teacher=self.teacher if self._distills_in_loss else None,
         )
         for step, parts in enumerate(plan.policy):
             if prepass is None:
@@ -316,13 +318,6 @@ class PolicyTrainer:
                 is_current = step == 0 and not self.algorithm.correction.bypass
                 micro_batches, metrics = self._run_prepass(prepass, parts, plan, updated=not is_current)
                 yield update(micro_batches) | metrics
-
-    def _get_loss_teacher(self) -> KLTarget | None:
-        """Return the teacher whose exact KL is in the loss, if any."""
-        if not self._distills_in_loss or self.algorithm.distillation is None or self.teacher is None:
-            return None
-        floor = self.algorithm.distillation.log_prob_min_clamp
-        return self.teacher if floor is None else FlooredTeacher(self.teacher, floor)
 
     def _run_prepass(
         self, prepass: Prepass, parts: Sequence[np.ndarray], plan: RankPlan, *, updated: bool
