@@ -30,9 +30,11 @@ from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.model import PackedCausalLM, PackedModel
 from verl.training.fsdp.offload import Offloader
 from verl.training.fsdp.settings import FsdpSettings
+from verl.training.fsdp.sharding import parse_dtype
 from verl.training.kernels import attention
 from verl.training.kernels.attention import PACKED_ATTENTION, register_attention
 from verl.training.kernels.logprobs import default_chunk
+from verl.training.settings import EngineSettings
 
 
 def measure(
@@ -107,31 +109,22 @@ class _Loader:
     def __init__(self, config: Mapping[str, Any], mode: FakeTensorMode, device: str) -> None:
         self._config, self._mode, self._device = dict(config), mode, device
 
-    def __call__(
-        self,
-        path: str,
-        *,
-        dtype: torch.dtype,
-        chunk: int | None,
-        fp32_head: bool,
-        gradient_checkpointing: bool,
-        shard: Callable[[PackedModel], torch.device],
-        **_: Any,
-    ) -> PackedCausalLM:
+    def __call__(self, settings: EngineSettings, shard: Callable[[PackedModel], torch.device]) -> PackedCausalLM:
         kind = str(self._config.get("model_type"))
         if kind not in CONFIG_MAPPING:
             raise EngineError(f"model_type {kind}: this version of transformers does not have it")
         config = CONFIG_MAPPING[kind].from_dict(self._config)
         register_attention()
         with torch.device("meta"):
+            dtype = parse_dtype(settings.param_dtype)
             hf = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=MODEL_ATTENTION)
         with self._mode:
             hf.to_empty(device="cpu")
         hf.tie_weights()
-        chunk = chunk or default_chunk(self._device, config.get_text_config().vocab_size)
-        model = PackedCausalLM(hf, chunk, fp32_head=fp32_head).eval()
+        chunk = settings.logprob_chunk or default_chunk(self._device, config.get_text_config().vocab_size)
+        model = PackedCausalLM(hf, chunk, fp32_head=settings.fp32_lm_head).eval()
         model.backbone.set_attn_implementation(PACKED_ATTENTION)
-        if gradient_checkpointing:
+        if settings.gradient_checkpointing and settings.trainable:
             model.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         shard(model)
         return model

@@ -139,3 +139,12 @@ def chat_tokenizer(template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerF
         additional_special_tokens=["<|start|>"],
         chat_template=template,
     )
+
+
+def load_packed(path: str | Path, *, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    """Return a model for packed sequences that stores its weights and computes in `dtype`."""
+    from verl.training.fsdp.model_loader import load_model
+    from verl.training.fsdp.settings import FsdpSettings
+
+    name = str(dtype).removeprefix("torch.")
+    return load_model(FsdpSettings(str(path), **{"param_dtype": name, "compute_dtype": name, **settings}))

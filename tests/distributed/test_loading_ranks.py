@@ -73,8 +73,8 @@ def compare_engines(root):
         sliced, whole = build_both(lambda path=root / folder, own=options: FsdpEngine(FsdpSettings(str(path), **own)))
         with sliced._weights.on_device(), whole._weights.on_device():
             results[name] = differences(sliced.model, whole.model)
-    options = {"dtype": torch.float32, "shard": shard_hybrid}
-    results["hybrid"] = differences(*build_both(lambda: model_loader.load_model(str(root / "untied"), **options)))
+    settings = FsdpSettings(str(root / "untied"))
+    results["hybrid"] = differences(*build_both(lambda: model_loader.load_model(settings, shard_hybrid)))
     return results
 
 

@@ -29,9 +29,8 @@ def test_the_script_writes_what_the_settings_read(tmp_path: Path, monkeypatch: p
     runpy.run_path(str(EXAMPLE / "gsm8k_sft.py"), run_name="__main__")
     [loaded] = load_sft(["--config-path", str(EXAMPLE), "--config-name", "sft_config"])
     assert loaded.hints == ()
-    data = loaded.config.data
-    reader = ExampleReader(chat_tokenizer(), (1,), data.prompt_key, data.response_key)
+    reader = ExampleReader(chat_tokenizer(), (1,), loaded.config.data)
     for split in ("train", "test"):
-        dataset = ExampleDataset(target / f"{split}.parquet", reader, max_length=data.max_length)
+        dataset = ExampleDataset(target / f"{split}.parquet", reader)
         example = dataset[0]
         assert reader.tokenizer.decode(example.tokens[example.mask]) == "two #### 2<|end|>"

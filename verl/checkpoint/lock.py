@@ -51,7 +51,9 @@ async def run_lock(
 
 
 def check_run(root: Path, run_id: str) -> None:
-    """Raise `CheckpointError` if another run has taken the folder over since run `run_id` locked it."""
+    """Raise `CheckpointError` if another run has taken the folder over since run `run_id`, if any, locked it."""
+    if not run_id:
+        return
     try:
         host, description, current = _parse((root / LOCK).read_bytes())
     except FileNotFoundError:  # deleted by hand; no other run has locked the folder

@@ -62,7 +62,7 @@ class CheckpointDir:
     def begin(self, step: int) -> Path:
         """Create an empty directory for `step`, and delete what interrupted saves have left."""
         directory = self.step_dir(step)
-        self._check_run(self._run_id)
+        check_run(self.root, self._run_id)
         self.save_id = f"{self._run_id}-{secrets.token_hex(4)}"
         for leftover in {step, *(other for other in self._all() if self._is_leftover(other))}:
             self._remove(leftover)
@@ -150,21 +150,17 @@ class CheckpointDir:
             return []
         if keep < 1:
             raise CheckpointError(f"prune: keep {keep} must be at least 1, or None to keep all")
-        self._check_run(self._run_id)
+        check_run(self.root, self._run_id)
         newer = self.newer_steps()
         surplus = [step for step in self.steps() if step not in newer][:-keep]
         for step in surplus:
             self._remove(step)
         return surplus
 
-    def _check_run(self, run_id: str) -> None:
-        if run_id:
-            check_run(self.root, run_id)
-
     def _check_save(self, directory: Path, save_id: str) -> None:
         if not save_id:
             return
-        self._check_run(save_id.rpartition("-")[0])
+        check_run(self.root, save_id.rpartition("-")[0])
         try:
             current = (directory / MARK).read_text(errors="replace").split("\n")
         except FileNotFoundError:

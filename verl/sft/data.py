@@ -18,7 +18,7 @@ from verl.data.samplers import Sampler, SequentialSampler, ShuffledSampler
 from verl.data.validate import describe_missing_column, find_data_warnings, find_file_problems
 from verl.errors import ConfigError, DataError, VerlError
 from verl.models.stop_tokens import find_stop_tokens
-from verl.sft.examples import Example, ExampleReader, find_missing_header
+from verl.sft.examples import Example, ExampleReader, find_missing_header, list_columns
 from verl.trainer.build.adapter_checks import find_adapter_problems
 from verl.trainer.build.data import check_model, data_splits, length_cache_dir, open_tokenizer
 from verl.trainer.build.preflight import find_expert_problems, find_heads_problems, find_model_problems, raise_problems
@@ -30,7 +30,7 @@ class ExampleDataset(FileSet):
     """The examples of one or several Parquet or JSONL files; `dataset[row]` is an `Example`.
 
     All are read once at start, so that a bad row is found before training. `lengths [N]` counts the tokens of each.
-    Examples longer than `max_length` are an error (`truncation="error"`) or truncated on one side.
+    Examples longer than `data.max_length` are an error or truncated, as `data.truncation` says.
     """
 
     def __init__(
@@ -38,30 +38,28 @@ class ExampleDataset(FileSet):
         files: Files,
         reader: ExampleReader,
         *,
-        max_length: int,
-        truncation: str = "error",
         max_samples: int = -1,
-        num_workers: int | None = 0,
         cache_dir: Path | None = None,
     ) -> None:
         super().__init__(files)
-        self._reader, self._limit, self._truncation = reader, max_length, truncation
+        self._reader, data, columns = reader, reader.data, list_columns(reader.data)
+        self._limit = max_length = data.max_length
         self.tokenizer = reader.tokenizer
         for file in self.files:
-            for setting, column in reader.keys.items():
-                if problem := describe_missing_column(file, column, setting, reader.keys):
+            for setting, column in columns.items():
+                if problem := describe_missing_column(file, column, setting, columns):
                     raise DataError(problem)
         rows = self.count_rows(max_samples)
         lengths, from_cache = measure_lengths(
             self.files,
             rows,
-            tuple(reader.keys.values()),
+            tuple(columns.values()),
             _ExampleLengths(reader),
-            processes=num_workers,
+            processes=data.num_workers,
             folder=cache_dir,
         )
         long = np.flatnonzero(lengths > max_length)
-        if len(long) and truncation == "error":
+        if len(long) and data.truncation == "error":
             raise DataError(self._explain_too_long(int(long[0]), int(lengths[long[0]]), len(long), int(lengths.max())))
         self.lengths = np.minimum(lengths, max_length)
         self.report = DataReport(self.name, rows, 0, len(long), rows, max_length, from_cache)
@@ -73,7 +71,7 @@ class ExampleDataset(FileSet):
     def __getitem__(self, row: int) -> Example:
         file, local = self.locate(row)
         try:
-            return self._reader(file.row(local)).truncate(self._limit, self._truncation)
+            return self._reader(file.row(local)).truncate(self._limit, self._reader.data.truncation)
         except DataError as error:
             raise DataError(f"{file.location(local)}: {error}") from None
 
@@ -114,8 +112,8 @@ class _ExampleLengths:
 
     def fingerprint(self) -> str | None:
         reader = self.reader
-        template = TokenCounter(reader.tokenizer, reader.template_kwargs or {}).fingerprint()
-        parts = f"{template} {reader.stops} {reader.keys}"
+        template = TokenCounter(reader.tokenizer, reader.data.apply_chat_template_kwargs).fingerprint()
+        parts = f"{template} {reader.stops} {list_columns(reader.data)}"
         return None if template is None else hashlib.sha256(parts.encode()).hexdigest()
 
 
@@ -131,7 +129,7 @@ class SFTData:
 
 def check_sft_files(config: SftConfig) -> None:
     """Raise one error with everything that is wrong with the model and data files, as far as a quick look can see."""
-    model, data = config.model, config.data
+    model = config.model
     paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
     found = [
         *find_model_problems(paths, trust_remote_code=model.trust_remote_code),
@@ -140,13 +138,8 @@ def check_sft_files(config: SftConfig) -> None:
         *find_adapter_problems(config),
     ]
     problems: list[VerlError] = [ConfigError([problem]) for problem in found]
-    keys = {"prompt_key": data.prompt_key, "response_key": data.response_key}
-    if data.messages_key is not None:
-        keys = {"messages_key": data.messages_key}
-    if data.tools_key is not None:
-        keys["tools_key"] = data.tools_key
     for files in data_splits(config).values():
-        problems += map(DataError, find_file_problems(files, keys))
+        problems += map(DataError, find_file_problems(files, list_columns(config.data)))
     raise_problems(problems)
 
 
@@ -154,25 +147,14 @@ def read_sft_data(config: SftConfig) -> SFTData:
     """Read and tokenize every example once, so that a bad row is found before training."""
     data = config.data
     tokenizer = open_tokenizer(config.model, "model")
-    reader = ExampleReader(
-        tokenizer,
-        find_stop_tokens(config.model.path, tokenizer.eos_token_id),
-        data.prompt_key,
-        data.response_key,
-        data.messages_key,
-        data.tools_key,
-        data.apply_chat_template_kwargs,
-    )
+    reader = ExampleReader(tokenizer, find_stop_tokens(config.model.path, tokenizer.eos_token_id), data)
     datasets: dict[str, ExampleDataset] = {}
     notes: list[str] = []
     for split, files in data_splits(config).items():
         dataset = datasets[split] = ExampleDataset(
             files,
             reader,
-            max_length=data.max_length,
-            truncation=data.truncation,
             max_samples=data.train_max_samples if split == "train" else data.val_max_samples,
-            num_workers=data.num_workers,
             cache_dir=length_cache_dir(config),
         )
         notes += [str(dataset.report), *find_data_warnings(dataset.files), *dataset.truncation_warnings()]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from verl.config.schema.sft import SftDataConfig
 from verl.data.chat import drop_none, encode, read_prompt, render, truncate
 from verl.errors import DataError
 
@@ -53,47 +54,38 @@ RankBatch = list[list[Example]]
 """The micro-batches of one rank in one step."""
 
 
+def list_columns(data: SftDataConfig) -> dict[str, str]:
+    """Return the columns to read, by the setting that names each."""
+    names = ("prompt_key", "response_key") if data.messages_key is None else ("messages_key",)
+    return {name: column for name in ("tools_key", *names) if (column := getattr(data, name)) is not None}
+
+
 @dataclass(frozen=True, slots=True)
 class ExampleReader:
-    """Converts a row of a data file to an `Example`. Columns are named as in the settings of `data`.
-
-    `stops` are the ids of the tokens that end a response.
-    """
+    """Converts a row of a data file to an `Example`. `stops` are the ids of the tokens that end a response."""
 
     tokenizer: PreTrainedTokenizerBase
     stops: tuple[int, ...]
-    prompt_key: str = "prompt"
-    response_key: str = "response"
-    messages_key: str | None = None
-    tools_key: str | None = None
-    template_kwargs: Mapping[str, Any] | None = None
-
-    @property
-    def keys(self) -> dict[str, str]:
-        """The columns to read, by the setting that names each."""
-        columns = {"tools_key": self.tools_key, "messages_key": self.messages_key}
-        if self.messages_key is None:
-            columns |= {"prompt_key": self.prompt_key, "response_key": self.response_key}
-        return {setting: column for setting, column in columns.items() if column is not None}
+    data: SftDataConfig
 
     def __call__(self, row: Mapping[str, Any]) -> Example:
         """Raises `DataError` for a bad row; the caller adds its location."""
-        kwargs = dict(self.template_kwargs or {})
-        if self.tools_key is not None and (tools := row.get(self.tools_key)) is not None:
+        data, kwargs = self.data, dict(self.data.apply_chat_template_kwargs)
+        if data.tools_key is not None and (tools := row.get(data.tools_key)) is not None:
             kwargs["tools"] = self._tools(tools)
-        if self.messages_key is not None:
-            messages = read_prompt(row.get(self.messages_key), "conversation", "messages_key")
+        if data.messages_key is not None:
+            messages = read_prompt(row.get(data.messages_key), "conversation", "messages_key")
             if isinstance(messages, str):
                 raise DataError(
                     "the conversation is a string; data.messages_key names a column of lists of messages. For finished "
                     "text use data.prompt_key and data.response_key"
                 )
             return conversation_example(self.tokenizer, messages, kwargs, self.stops)
-        prompt, response = read_prompt(row.get(self.prompt_key)), row.get(self.response_key)
+        prompt, response = read_prompt(row.get(data.prompt_key)), row.get(data.response_key)
         if not isinstance(response, str) or not response:
             kind = "an empty string" if response == "" else f"of type {type(response).__name__}"
             raise DataError(
-                f"column '{self.response_key}': the response is {kind}; it must be text. Fix the row, or set "
+                f"column '{data.response_key}': the response is {kind}; it must be text. Fix the row, or set "
                 "data.response_key to another column"
             )
         if isinstance(prompt, str):
@@ -106,7 +98,7 @@ class ExampleReader:
             return json.loads(tools) if isinstance(tools, str) else drop_none(tools)
         except ValueError as error:
             raise DataError(
-                f"column '{self.tools_key}': is not JSON: {error}; it must be a list of tools, or JSON of one"
+                f"column '{self.data.tools_key}': is not JSON: {error}; it must be a list of tools, or JSON of one"
             ) from None
 
 

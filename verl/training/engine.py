@@ -6,9 +6,9 @@ tests/contract/test_train_engine.py is the suite that an engine must pass.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ class KLTarget(Protocol):
 class ReferenceEngine(KLTarget, Protocol[Output]):
     """A model that is only compared with: a reference or a teacher. Every method is collective."""
 
+    @abstractmethod
     def forward(
         self,
         micro_batches: Sequence[FlatBatch],
@@ -66,8 +67,8 @@ class ReferenceEngine(KLTarget, Protocol[Output]):
         ...
 
 
-class TrainEngine(ABC, Generic[Output]):
-    """A model distributed over the ranks of the default process group; it is a `ReferenceEngine` too.
+class TrainEngine(ReferenceEngine[Output]):
+    """A model distributed over the ranks of the default process group.
 
     Every method is collective: all ranks call it together, with the same number of micro-batches. A micro-batch may be
     empty on some ranks. Ranks of the same data rank get the same micro-batches, and return the same results.
@@ -97,17 +98,6 @@ class TrainEngine(ABC, Generic[Output]):
         return self.layout.world_size
 
     # --- computing
-
-    @abstractmethod
-    def forward(
-        self,
-        micro_batches: Sequence[FlatBatch],
-        *,
-        temperature: float | None = None,
-        reference: KLTarget | None = None,
-        with_squares: bool = False,
-    ) -> list[Output]:
-        """Return the output for each micro-batch, without gradients, on the CPU; see `ReferenceEngine.forward`."""
 
     @abstractmethod
     def update(
@@ -143,11 +133,9 @@ class TrainEngine(ABC, Generic[Output]):
         return torch.cat(self.layout.collect(parts)).cpu()
 
     def last_layer(self, batch: FlatBatch) -> LastLayer:
-        """Return the last layer at the generated tokens, for the KL of another engine to this one; see `KLTarget`."""
         raise self._refuse("exact_kl")
 
     def release(self) -> None:
-        """Free what `last_layer` has gathered."""
         return None
 
     def without_adapter(self) -> ReferenceEngine[Output]:

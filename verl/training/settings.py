@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,13 +17,23 @@ Head = Literal["tokens", "value"]
 Optimizer = Literal["adamw", "adamw_8bit", "muon"]
 
 
+ALL_LINEAR = "all-linear"
+
+
+def is_target(name: str, targets: str | Collection[str]) -> bool:
+    """Return whether a linear module gets an adapter, by its name in the model without its head."""
+    if isinstance(targets, str):
+        return targets == ALL_LINEAR or re.fullmatch(targets, name) is not None
+    return any(name == suffix or name.endswith(f".{suffix}") for suffix in targets)
+
+
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
     """A LoRA adapter. `targets`: "all-linear", a regular expression for full module names, or suffixes of them."""
 
     rank: int
     alpha: int = 16
-    targets: str | tuple[str, ...] = "all-linear"
+    targets: str | tuple[str, ...] = ALL_LINEAR
     seed: int = 0  # of its initial values, the same on every rank
     path: str | None = None  # directory of an adapter in PEFT's format whose values it starts with, instead
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from tiny import chat_tokenizer, tiny_qwen2
+from tiny import chat_tokenizer, load_packed, tiny_qwen2
 from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from verl.checkpoint.files import compute_checksum, make_directory, write
@@ -30,7 +30,6 @@ from verl.rewards.models.hf import HfRewardModel
 from verl.rewards.settings import RewardModelSettings
 from verl.rollout.hf import HfEngine
 from verl.rollout.settings import RolloutEngineSettings
-from verl.training.fsdp.model_loader import load_model
 
 Opening = Callable[[], Any]
 Maker = Callable[[Path, Path], Opening]
@@ -89,7 +88,7 @@ def change(path: Path, **changes: Any) -> None:
 
 
 def loading(folder: Path) -> Opening:
-    return lambda: load_model(str(folder), dtype=torch.float32)
+    return lambda: load_packed(str(folder), dtype=torch.float32)
 
 
 def training(folder: Path) -> Opening:

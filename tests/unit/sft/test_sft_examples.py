@@ -20,6 +20,7 @@ from tiny import chat_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from verl.config.schema.sft import SftDataConfig
 from verl.data.chat import encode, read_prompt, render
 from verl.data.files import open_rows
 from verl.errors import DataError
@@ -133,7 +134,7 @@ def test_a_prompt_of_messages_and_its_answer_are_the_last_turn_of_the_conversati
     messages = conversation(opening, asked)
     row = {"prompt": messages[:-1], "response": messages[-1]["content"]}
     for tokenizer in (TOKENIZERS["chatml"], TOKENIZERS["marked"]):
-        example = ExampleReader(tokenizer, (END,))(row)
+        example = ExampleReader(tokenizer, (END,), SftDataConfig())(row)
         whole = conversation_example(tokenizer, messages, {}, [END])
         assert example.tokens.tolist() == whole.tokens.tolist()
         assert spans(example.mask) == spans(whole.mask)[-1:]
@@ -149,7 +150,7 @@ def test_a_template_that_strips_thoughts_is_refused_with_both_forms_and_the_way_
     assert "hm#two" in message
     assert "data.prompt_key" in message
     rows = [{"prompt": messages[:k], "response": messages[k]["content"]} for k in (1, 3)]
-    first, second = (ExampleReader(tokenizer, (END,))(row) for row in rows)
+    first, second = (ExampleReader(tokenizer, (END,), SftDataConfig())(row) for row in rows)
     assert tokenizer.decode(first.tokens[first.mask]) == "hm#two<|end|>"
     assert tokenizer.decode(second.tokens[second.mask]) == "ah#four<|end|>"
     assert "hm#" not in tokenizer.decode(second.tokens), "the second answer is read after what the model will read"
@@ -188,7 +189,7 @@ def test_a_finished_prompt_without_the_header_of_an_answer_is_noticed(name: str)
 
 
 def test_tools_that_are_no_json_are_named_by_their_column() -> None:
-    reader = ExampleReader(tokenizer_of(CHATML), (END,), messages_key="messages", tools_key="tools")
+    reader = ExampleReader(tokenizer_of(CHATML), (END,), SftDataConfig(messages_key="messages", tools_key="tools"))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(DataError, match="column 'tools': is not JSON"):
         reader({"messages": messages, "tools": "[{"})
@@ -211,7 +212,9 @@ def test_tools_reach_the_template_as_a_list_or_as_json() -> None:
     tools = [{"name": "add"}, {"name": "sub"}]
     row = {"messages": conversation([], [("one?", [], "two")])}
     for given_tools in (tools, json.dumps(tools)):
-        reader = ExampleReader(tokenizer_of(template), (END,), messages_key="messages", tools_key="tools")
+        reader = ExampleReader(
+            tokenizer_of(template), (END,), SftDataConfig(messages_key="messages", tools_key="tools")
+        )
         example = reader(row | {"tools": given_tools})
         assert reader.tokenizer.decode(example.tokens).startswith("add;sub;<|start|>user")
 
@@ -228,13 +231,13 @@ def test_tools_reach_the_template_as_a_list_or_as_json() -> None:
 )
 def test_a_conversation_that_cannot_be_trained_says_why(row: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
-        ExampleReader(TOKENIZERS["chatml"], (END,), messages_key="messages")(row)
+        ExampleReader(TOKENIZERS["chatml"], (END,), SftDataConfig(messages_key="messages"))(row)
 
 
 @pytest.mark.parametrize("answer", [None, "", 7, ["a"]])
 def test_an_answer_that_is_no_text_says_so(answer: Any) -> None:
     with pytest.raises(DataError, match=r"column 'response': the response is .*data.response_key"):
-        ExampleReader(TOKENIZERS["chatml"], (END,))({"prompt": "hi", "response": answer})
+        ExampleReader(TOKENIZERS["chatml"], (END,), SftDataConfig())({"prompt": "hi", "response": answer})
 
 
 def test_a_cut_example_trains_nothing_that_cannot_be_predicted() -> None:

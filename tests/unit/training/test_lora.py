@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tiny import save_peft_adapter, tiny_qwen2
+from tiny import load_packed, save_peft_adapter, tiny_qwen2
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from verl.checkpoint.adapter import check_base, is_adapter, merge_adapter, original_name, peft_name
@@ -19,7 +19,6 @@ from verl.config.adapter_files import read_adapter
 from verl.errors import CheckpointError, EngineError
 from verl.training.fsdp.lora import describe_adapter, disable_adapter, fingerprint, is_trainable
 from verl.training.fsdp.model import PackedModel
-from verl.training.fsdp.model_loader import load_model
 from verl.training.settings import Head, LoraSettings
 
 pytestmark = pytest.mark.unit
@@ -36,7 +35,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(path: Path, lora: LoraSettings | None, head: Head = "tokens") -> PackedModel:
-    return load_model(str(path), dtype=torch.float32, head=head, lora=lora)
+    return load_packed(str(path), dtype=torch.float32, head=head, lora=lora)
 
 
 def adapted(model: PackedModel) -> set[str]:
@@ -85,7 +84,7 @@ def test_names_without_a_linear_module_are_refused_with_those_that_have_one(
 
 
 def test_an_adapter_is_stored_in_float32_on_weights_of_any_dtype(path: Path) -> None:
-    model = load_model(str(path), dtype=torch.bfloat16, lora=LoraSettings(4))
+    model = load_packed(str(path), dtype=torch.bfloat16, lora=LoraSettings(4))
     kinds = {(is_adapter(name), parameter.dtype) for name, parameter in model.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     assert model.forward_packed(TOKENS, POSITIONS, [9]).isfinite().all()

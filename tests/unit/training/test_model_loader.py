@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers
+from tiny import load_packed
 
 from verl.errors import EngineError
 from verl.training.fsdp import model as packed_model
-from verl.training.fsdp.model_loader import load_model
 
 pytestmark = pytest.mark.unit
 
@@ -52,7 +52,7 @@ def saved(tmp_path, family, **changes):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_log_probs_are_the_models_own(tmp_path, family):
-    model = load_model(saved(tmp_path, family), dtype=torch.float32)
+    model = load_packed(saved(tmp_path, family), dtype=torch.float32)
     assert len(model.layers()) == 2
 
 
@@ -66,7 +66,7 @@ def test_packed_log_probs_are_the_models_own(tmp_path, family):
     ],
 )
 def test_training_and_evaluation_give_the_same_log_probs(tmp_path, family, rates):
-    model = load_model(saved(tmp_path, family, **rates), dtype=torch.float32)
+    model = load_packed(saved(tmp_path, family, **rates), dtype=torch.float32)
     tokens, positions = torch.arange(8), torch.arange(8)
     calm = model.eval()(tokens, positions, positions > 0, [8], 1.0).logprobs
     trained = model.train()(tokens, positions, positions > 0, [8], 1.0).logprobs
@@ -84,7 +84,7 @@ def loud(tmp_path):
 
 
 def test_rounding_of_large_logits_is_no_reason_to_refuse_a_model(tmp_path):
-    load_model(loud(tmp_path), dtype=torch.bfloat16)
+    load_packed(loud(tmp_path), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -93,7 +93,7 @@ def test_sequences_that_see_each_other_stop_the_start(tmp_path, monkeypatch, mak
     real = packed_model.packing_kwargs
     monkeypatch.setattr(packed_model, "packing_kwargs", lambda lengths, device: real([sum(lengths)], device))
     with pytest.raises(EngineError, match="log-probs of packed sequences differ"):
-        load_model(make(tmp_path), dtype=dtype)
+        load_packed(make(tmp_path), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -108,7 +108,7 @@ def test_a_head_that_is_not_understood_stops_the_start(tmp_path, monkeypatch, dt
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", tripled)
     with pytest.raises(EngineError, match=r"\(llama\): log-probs of packed sequences differ"):
-        load_model(path, dtype=dtype)
+        load_packed(path, dtype=dtype)
 
 
 def test_layers_with_a_state_of_their_own_are_refused(tmp_path):
@@ -118,9 +118,9 @@ def test_layers_with_a_state_of_their_own_are_refused(tmp_path):
     config.attention_chunk_size = 4
     config.save_pretrained(path)
     with pytest.raises(EngineError, match="chunked_attention cannot be trained on packed"):
-        load_model(path, dtype=torch.float32)
+        load_packed(path, dtype=torch.float32)
 
 
 def test_a_path_without_a_model_is_named(tmp_path):
     with pytest.raises(EngineError, match="cannot be loaded"):
-        load_model(str(tmp_path), dtype=torch.float32)
+        load_packed(str(tmp_path), dtype=torch.float32)

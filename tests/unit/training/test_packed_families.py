@@ -4,9 +4,8 @@ alone in the plain model of transformers, also where they are longer than its wi
 import pytest
 import torch
 import transformers
-from tiny import FAMILIES, WINDOW, save_family
+from tiny import FAMILIES, WINDOW, load_packed, save_family
 
-from verl.training.fsdp.model_loader import load_model
 from verl.weights.bucket import check_names, to_hf
 
 pytestmark = pytest.mark.unit
@@ -19,7 +18,7 @@ def pair(request, tmp_path_factory):
     """The packed model and the plain one, of the same weights."""
     path = save_family(request.param, tmp_path_factory.mktemp("family"))
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    return load_model(path, dtype=torch.float32), plain
+    return load_packed(path, dtype=torch.float32), plain
 
 
 def sequences():
@@ -64,7 +63,7 @@ def test_packed_sequences_have_the_gradients_that_each_has_alone(pair):
 @pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "Gemma 3", "Phi 3"])
 def test_a_window_hides_what_is_further_back(name, tmp_path):
     """Else the tests above would prove nothing of it."""
-    model = load_model(save_family(name, tmp_path, **_only_windows(name)), dtype=torch.float32)
+    model = load_packed(save_family(name, tmp_path, **_only_windows(name)), dtype=torch.float32)
     length = 3 * WINDOW
     tokens, positions = torch.arange(length) % 64, torch.arange(length)
     with torch.no_grad():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import free_port
-from tiny import save_family
+from tiny import load_packed, save_family
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -19,7 +19,6 @@ from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Planner
 from verl.errors import EngineError
 from verl.training.fsdp.engine import FsdpEngine
-from verl.training.fsdp.model_loader import load_model
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.policy.trainer import PolicyTrainer
 from verl.training.process_group import init_process_group
@@ -128,7 +127,7 @@ def test_the_auxiliary_loss_is_that_of_transformers_averaged_over_layers(folder)
     plain.update([batch], sft)
     metrics = balanced.update([batch], sft)
 
-    model = load_model(folder, dtype=torch.float32)
+    model = load_packed(folder, dtype=torch.float32)
     gates = [layer.mlp.gate for layer in model.hf.model.layers]
     logits = []
     for gate in gates:

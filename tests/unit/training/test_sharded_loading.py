@@ -12,12 +12,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, save_family, tiny_qwen2
+from tiny import FAMILIES, load_packed, save_family, tiny_qwen2
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from verl.errors import EngineError
 from verl.training.fsdp import model_loader
-from verl.training.fsdp.model_loader import load_model
 from verl.training.fsdp.sharded_loading import StoredTensor, cut, cut_rows, find_files, find_sources
 from verl.training.settings import LoraSettings
 
@@ -45,13 +44,13 @@ def load_whole(monkeypatch: pytest.MonkeyPatch, path: Path, **options: object) -
 
     with monkeypatch.context() as patch:
         patch.setattr(model_loader, "_open_in_slices", refuse)
-        return load_model(str(path), **options)
+        return load_packed(str(path), **options)
 
 
 def load_in_slices(path: Path, **options: object) -> torch.nn.Module:
     """Load, and fail if the model was loaded whole."""
 
-    model = load_model(str(path), **options)
+    model = load_packed(str(path), **options)
     assert not model.note
     return model
 
@@ -103,7 +102,7 @@ def test_tied_weights_that_are_stored_twice_stay_tied_if_they_are_equal(is_equal
     path = save_qwen2(tmp_path, tie_word_embeddings=True)
     embeddings = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
     edit_weights(path, lm_head__weight=embeddings.clone() if is_equal else embeddings + 1)
-    model = load_model(str(path), dtype=torch.float32)
+    model = load_packed(str(path), dtype=torch.float32)
     assert (model.hf.lm_head.weight is model.hf.model.embed_tokens.weight) == is_equal
     assert_same(model, load_whole(monkeypatch, path, dtype=torch.float32))
 
@@ -119,7 +118,7 @@ def test_only_the_head_of_tied_weights_may_be_stored(tmp_path, monkeypatch):
 def test_a_model_that_lacks_a_weight_is_left_to_transformers(tmp_path, monkeypatch):
     path = save_qwen2(tmp_path)
     edit_weights(path, model__norm__weight=None)
-    assert torch.equal(load_model(str(path), dtype=torch.float32).hf.model.norm.weight, torch.ones(64))
+    assert torch.equal(load_packed(str(path), dtype=torch.float32).hf.model.norm.weight, torch.ones(64))
 
 
 def test_a_model_without_safetensors_is_loaded_whole(tmp_path):
@@ -127,7 +126,7 @@ def test_a_model_without_safetensors_is_loaded_whole(tmp_path):
     torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
     expected = load_file(path / "model.safetensors")["model.norm.weight"]
     (path / "model.safetensors").unlink()
-    model = load_model(str(path), dtype=torch.float32)
+    model = load_packed(str(path), dtype=torch.float32)
     assert torch.equal(model.hf.model.norm.weight, expected)
     assert "before it is sharded: it has no weights in safetensors format" in model.note
 
@@ -137,14 +136,14 @@ def test_weights_that_do_not_fit_the_configuration_are_named(tmp_path):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
     with pytest.raises(EngineError, match=r"mlp\.(gate|up)_proj\.weight has shape \(128, 64\).*needs \(96, 64\)"):
-        load_model(str(path), dtype=torch.float32)
+        load_packed(str(path), dtype=torch.float32)
 
 
 def test_tensors_that_the_model_has_no_place_for_are_named(tmp_path, caplog):
     path = save_qwen2(tmp_path)
     edit_weights(path, model__layers__7__extra=torch.ones(3))
     with caplog.at_level(logging.WARNING):
-        load_model(str(path), dtype=torch.float32)
+        load_packed(str(path), dtype=torch.float32)
     assert "1 tensors in its files are not used: model.layers.7.extra" in caplog.text
 
 
@@ -153,7 +152,7 @@ def test_a_truncated_file_is_named(tmp_path):
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(EngineError, match="cannot be loaded"):
-        load_model(str(path), dtype=torch.float32)
+        load_packed(str(path), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 64])

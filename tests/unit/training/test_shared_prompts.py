@@ -4,14 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import free_port
-from tiny import FAMILIES, WINDOW, save_family
+from tiny import FAMILIES, WINDOW, load_packed, save_family
 from torch.nn.attention import varlen
 
 from verl.algorithms.objective import sft
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.fsdp.engine import FsdpEngine
-from verl.training.fsdp.model_loader import load_model
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.training.kernels import attention
@@ -158,7 +157,7 @@ def run(model, batch, shared):
 
 
 def test_every_family_has_the_log_probs_and_gradients_of_whole_sequences(path):
-    model = load_model(path, dtype=torch.float32, shared_prompts=True).train()
+    model = load_packed(path, dtype=torch.float32, shared_prompts=True).train()
     long = [(list(range(WINDOW + 3)), [k] * (WINDOW * k // 2 + 2)) for k in range(3)]  # beyond the window, too
     batch = make_batch([*SEQUENCES, *long])
     (expected, right), (output, gradients) = (run(model, batch, each) for each in (None, find_shared_prompts(batch)))
@@ -173,12 +172,12 @@ def test_every_family_has_the_log_probs_and_gradients_of_whole_sequences(path):
 def test_loading_refuses_a_model_whose_results_change(tmp_path, monkeypatch):
     path = save_family("Qwen2", tmp_path)
     monkeypatch.setattr(attention, "_prepend", lambda prefix, states: torch.cat([states[:, :, :0], states], dim=2))
-    load_model(path, dtype=torch.float32)
+    load_packed(path, dtype=torch.float32)
     message = r"log-probs of packed sequences that share a prompt differ .*use_prefix_grouper=False"
     with pytest.raises(EngineError, match=message):
-        load_model(path, dtype=torch.float32, shared_prompts=True)
+        load_packed(path, dtype=torch.float32, shared_prompts=True)
     with pytest.raises(EngineError, match="hidden states of packed sequences that share a prompt differ"):
-        load_model(path, dtype=torch.float32, head="value", shared_prompts=True)
+        load_packed(path, dtype=torch.float32, head="value", shared_prompts=True)
 
 
 @pytest.fixture(scope="module")

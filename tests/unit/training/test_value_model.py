@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from tiny import tiny_qwen2
+from tiny import load_packed, tiny_qwen2
 
 from verl.algorithms.aggregate import MODES, count_totals
 from verl.algorithms.objective import ValueObjective
@@ -11,7 +11,6 @@ from verl.algorithms.settings import AlgorithmSettings
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.fsdp import model as packed_model
-from verl.training.fsdp.model_loader import load_model
 
 pytestmark = pytest.mark.unit
 
@@ -42,7 +41,7 @@ def saved(tmp_path, config, kind=transformers.AutoModelForCausalLM, **changes):
 def scored(tmp_path, kind="Token", dtype=torch.float32):
     """A critic whose head is not zero, from a classifier of one label."""
     auto = getattr(transformers, f"AutoModelFor{kind}Classification")
-    return load_model(saved(tmp_path, tiny_qwen2(), auto, num_labels=1), dtype=dtype, head="value")
+    return load_packed(saved(tmp_path, tiny_qwen2(), auto, num_labels=1), dtype=dtype, head="value")
 
 
 def mini_batch():
@@ -64,7 +63,7 @@ def values_of(model, batch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_new_critic_has_the_backbone_of_the_causal_model_and_predicts_zero(tmp_path, family):
     path = saved(tmp_path, FAMILIES[family])
-    model = load_model(path, dtype=torch.float32, head="value")
+    model = load_packed(path, dtype=torch.float32, head="value")
     values = values_of(model, mini_batch())
     assert values.requires_grad
     assert values.dtype == torch.float32
@@ -107,7 +106,7 @@ def test_the_head_of_a_classifier_of_one_label_is_taken_over(tmp_path, kind):
 
 def test_a_head_of_more_labels_is_no_value(tmp_path):
     path = saved(tmp_path, tiny_qwen2(), transformers.AutoModelForSequenceClassification, num_labels=3)
-    assert not values_of(load_model(path, dtype=torch.float32, head="value"), mini_batch()).any()
+    assert not values_of(load_packed(path, dtype=torch.float32, head="value"), mini_batch()).any()
 
 
 def test_the_head_is_kept_and_computed_in_float32(tmp_path):
@@ -144,4 +143,4 @@ def test_sequences_that_see_each_other_are_refused_though_all_values_are_zero(tm
     real = packed_model.packing_kwargs
     monkeypatch.setattr(packed_model, "packing_kwargs", lambda lengths, device: real([sum(lengths)], device))
     with pytest.raises(EngineError, match=r"\(qwen2\): hidden states of packed sequences differ"):
-        load_model(saved(tmp_path, tiny_qwen2()), dtype=dtype, head="value")
+        load_packed(saved(tmp_path, tiny_qwen2()), dtype=dtype, head="value")

@@ -19,6 +19,7 @@ from verl.data.files import suggest_path
 from verl.errors import list_some
 from verl.models.model_folder import ADAPTER_WEIGHTS, read_shapes
 from verl.models.model_support import is_dense_and_verified
+from verl.training.settings import is_target
 
 _PLAIN_START = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base weights as they are."""
@@ -131,11 +132,7 @@ def _find_target_problems(
 
 
 def _is_selected(name: str, targets: str | Collection[str]) -> bool:
-    if targets == "all-linear":
-        return True
-    if isinstance(targets, str):
-        return re.fullmatch(targets, name.partition(".")[2]) is not None
-    return any(name == suffix or name.endswith(f".{suffix}") for suffix in targets)
+    return is_target(name.partition(".")[2], targets)
 
 
 def _read_linear_shapes(path: str) -> dict[str, tuple[int, ...]] | None:

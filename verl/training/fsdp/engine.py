@@ -32,7 +32,7 @@ from verl.training.fsdp.lora import describe_adapter, disable_adapter, is_traina
 from verl.training.fsdp.model import PackedCausalLM, PackedValueModel
 from verl.training.fsdp.model_loader import load_model
 from verl.training.fsdp.offload import Offloader, copy_to_host, iter_moments
-from verl.training.fsdp.routing import control_routing
+from verl.training.fsdp.routing import MoERouting
 from verl.training.fsdp.sequence_parallel import build_sequence_group
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.sharding import group_by_mesh, parse_dtype, shard_model
@@ -66,22 +66,11 @@ class FsdpEngine(TrainEngine[Any]):
         self.device = torch.device(settings.device)
         self.schedule = settings.schedule
         self.step = 0
-        self.model = load(
-            settings.model_path,
-            dtype=parse_dtype(settings.param_dtype),
-            head=settings.head,
-            chunk=settings.logprob_chunk,
-            fp32_head=settings.fp32_lm_head,
-            gradient_checkpointing=settings.gradient_checkpointing and settings.trainable,
-            trust_remote_code=settings.trust_remote_code,
-            lora=settings.lora,
-            shard=partial(shard_model, settings=settings, world_size=self.world_size),
-            compute_dtype=parse_dtype(settings.compute_dtype),
-            shared_prompts=settings.shared_prompts,
-        )
+        self.model = load(settings, partial(shard_model, settings=settings, world_size=self.world_size))
         config = self.model.backbone.config.get_text_config()
         self.model.sequence_group = group = build_sequence_group(settings, self.world_size, config)
-        self._routing = control_routing(self.model.layers(), settings, group)
+        uses_routing = settings.router_replay or settings.router_aux_loss_coef
+        self._routing = MoERouting(self.model.layers(), settings, group) if uses_routing else None
         self._base = None if settings.lora is None else describe_adapter(self.model, settings.lora, settings.model_path)
         self.optimizer: torch.optim.Optimizer | None = None
         if settings.trainable:
@@ -170,7 +159,6 @@ class FsdpEngine(TrainEngine[Any]):
         self.step += 1
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full weights with their Hugging Face names; an adapter is merged into them."""
         weights = self._gather_weights(lambda name: True, dtype)
         if (lora := self.settings.lora) is not None:
             adapted = merge_adapter(self.base_weights(), dict(self._gather_weights(is_adapter)), lora.scale)
@@ -195,7 +183,6 @@ class FsdpEngine(TrainEngine[Any]):
         return find_plain_names(self.model.hf)
 
     def weight_shapes(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `weights` yields, on the meta device and without communication."""
         named = [(name, each) for name, each in self.model.hf.named_parameters() if not is_adapter(name)]
         shapes = (
             (original_name(name), torch.empty(w.shape, dtype=dtype or w.dtype, device="meta")) for name, w in named
@@ -203,7 +190,6 @@ class FsdpEngine(TrainEngine[Any]):
         return to_hf(self.model.hf, shapes) if isinstance(self.model, PackedCausalLM) else shapes
 
     def adapter_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield only the tensors of the adapter, with their PEFT names."""
         for name, tensor in self._gather_weights(is_adapter, dtype):
             yield peft_name(name), tensor
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +19,8 @@ from verl.installation import format_install_hint
 from verl.models.hub import local_path
 from verl.models.model_folder import ADAPTER_WEIGHTS, read_header
 from verl.training.fsdp.model import PackedModel
-from verl.training.settings import LoraSettings
+from verl.training.settings import ALL_LINEAR, LoraSettings, is_target
 
-ALL_LINEAR = "all-linear"
 HEAD = "score."
 """Prefix of a critic's value head: it is new, and trained in full along with an adapter."""
 EDGE_BYTES = 4096
@@ -108,14 +106,10 @@ def _find_targets(model: PackedModel, settings: LoraSettings, path: str) -> list
     inside = {id(module) for layer in model.layers() for module in layer.modules()}
     modules = model.backbone.named_modules()
     linear = [name for name, module in modules if isinstance(module, nn.Linear) and id(module) in inside]
-    wanted, missing = settings.targets, list[str]()
-    if wanted == ALL_LINEAR:
-        targets = linear
-    elif isinstance(wanted, str):
-        targets = [name for name in linear if re.fullmatch(wanted, name)]
-    else:
-        targets = [name for name in linear if any(_has_suffix(name, suffix) for suffix in wanted)]
-        missing = [suffix for suffix in wanted if not any(_has_suffix(name, suffix) for name in linear)]
+    wanted = settings.targets
+    targets = [name for name in linear if is_target(name, wanted)]
+    suffixes = [] if isinstance(wanted, str) else wanted
+    missing = [suffix for suffix in suffixes if not any(is_target(name, [suffix]) for name in linear)]
     if missing or not targets:
         available = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear)) or "none"
         raise EngineError(
@@ -123,10 +117,6 @@ def _find_targets(model: PackedModel, settings: LoraSettings, path: str) -> list
             f"which are {available}; set peft.target_modules={ALL_LINEAR}, or a list of some of them"
         )
     return targets
-
-
-def _has_suffix(name: str, suffix: str) -> bool:
-    return name == suffix or name.endswith(f".{suffix}")
 
 
 def describe_adapter(model: PackedModel, settings: LoraSettings, path: str) -> dict[str, str]:

@@ -39,9 +39,10 @@ from verl.training.fsdp.sharded_loading import (
     find_unused,
     materialize,
 )
+from verl.training.fsdp.sharding import parse_dtype
 from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.training.kernels.attention import PACKED_ATTENTION, register_attention
-from verl.training.settings import Head, LoraSettings
+from verl.training.settings import EngineSettings, Head
 from verl.weights.bucket import check_names
 
 logger = logging.getLogger(__name__)
@@ -49,18 +50,7 @@ HOST = torch.device("cpu")
 
 
 def load_model(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    head: Head = "tokens",
-    chunk: int | None = None,
-    fp32_head: bool = False,
-    gradient_checkpointing: bool = False,
-    trust_remote_code: bool = False,
-    lora: LoraSettings | None = None,
-    shard: Callable[[PackedModel], torch.device] = lambda model: HOST,
-    compute_dtype: torch.dtype | None = None,
-    shared_prompts: bool = False,
+    settings: EngineSettings, shard: Callable[[PackedModel], torch.device] = lambda model: HOST
 ) -> PackedCausalLM | PackedValueModel:
     """Load a model and verify that packing does not change its results, both on all ranks together.
 
@@ -69,23 +59,28 @@ def load_model(
 
     Dropout is disabled, whatever the model's configuration says: an update must see the log-probs computed before it.
     """
-    for problem in model_problems(local_path(path), trust_remote_code=trust_remote_code):
+    path = settings.model_path
+    for problem in model_problems(local_path(path), trust_remote_code=settings.trust_remote_code):
         raise EngineError(problem)
     register_attention()
     disable_progress_bar()
-    hf, sources, note = _open(path, head, dtype=dtype, trust_remote_code=trust_remote_code)
+    hf, sources, note = _open(settings)
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     _check_layers(hf, path)
     check_names(hf, path)
     names = {id(tensor): name for name, tensor in hf.state_dict(keep_vars=True).items()}
-    model = PackedCausalLM(hf, chunk, fp32_head=fp32_head) if head == "tokens" else PackedValueModel(ScoredBackbone(hf))
+    model: PackedCausalLM | PackedValueModel
+    if settings.head == "tokens":
+        model = PackedCausalLM(hf, settings.logprob_chunk, fp32_head=settings.fp32_lm_head)
+    else:
+        model = PackedValueModel(ScoredBackbone(hf))
     model.eval()
     model.note = note
-    if lora is not None:
-        add_adapter(model, lora, path)
-    if gradient_checkpointing:
+    if settings.lora is not None:
+        add_adapter(model, settings.lora, path)
+    if settings.gradient_checkpointing and settings.trainable:
         model.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     pending = {name: names[id(parameter)] for name, parameter in model.named_parameters() if parameter.is_meta}
     device = shard(model)
@@ -93,27 +88,27 @@ def load_model(
     for name, parameter in model.named_parameters():
         if name in pending:
             fill(parameter, sources[pending[name]])
-    _enable_packing(model, path, device, compute_dtype or dtype, shared_prompts)
+    _enable_packing(model, settings, device)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     return model
 
 
-def _open(
-    path: str, head: Head, *, dtype: torch.dtype, trust_remote_code: bool
-) -> tuple[PreTrainedModel, Sources, str]:
+def _open(settings: EngineSettings) -> tuple[PreTrainedModel, Sources, str]:
     """Return a model with its parameters on the meta device and where they are stored; or a whole model and why."""
-    options: dict[str, Any] = {"attn_implementation": MODEL_ATTENTION, "trust_remote_code": trust_remote_code}
+    path = settings.model_path
+    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, **options)
         _zero_dropout_rates(config)
-        model_class = select_model_class(config, head)
+        model_class = select_model_class(config, settings.head)
+        options |= {"dtype": parse_dtype(settings.param_dtype), "attn_implementation": MODEL_ATTENTION}
         try:
-            return *_open_in_slices(path, config, model_class, dtype=dtype, **options), ""
+            return *_open_in_slices(path, config, model_class, **options), ""
         except SlicingError as reason:
             note = f"model {path}: every rank loads the whole model into host memory before it is sharded: {reason}"
-            return model_class.from_pretrained(path, config=config, dtype=dtype, **options), {}, note
+            return model_class.from_pretrained(path, config=config, **options), {}, note
     except pickle.UnpicklingError as error:
         raise EngineError(f"model {path}: {PICKLED}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -178,13 +173,11 @@ _SAMPLE_PROMPT = 3  # tokens
 
 
 @torch.no_grad()
-def _enable_packing(
-    model: PackedCausalLM | PackedValueModel, path: str, device: torch.device, dtype: torch.dtype, shared_prompts: bool
-) -> None:
+def _enable_packing(model: PackedCausalLM | PackedValueModel, settings: EngineSettings, device: torch.device) -> None:
     """Replace the model's attention, and verify on a sample that packed sequences give the same results as single ones.
 
-    With `shared_prompts`, also if they share a prompt. Half of the digits of `dtype`, in which the model computes, must
-    agree; the rest is left to rounding. All ranks compute the same sample, on shards if the model is sharded.
+    With `shared_prompts`, also if they share a prompt. Half of the digits of the data type in which the model computes
+    must agree; the rest is left to rounding. All ranks compute the same sample, on shards if the model is sharded.
     """
     for method in ("forward_unpacked", "forward_packed"):
         register_fsdp_forward_method(model, method)
@@ -195,12 +188,12 @@ def _enable_packing(
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     batch = FlatBatch(tokens, offsets, torch.zeros(len(tokens), dtype=torch.bool))
     batch = batch.with_(mask=batch.positions >= _SAMPLE_PROMPT)
-    shared = find_shared_prompts(batch) if shared_prompts else None
+    shared = find_shared_prompts(batch) if settings.shared_prompts else None
     batch = batch.to(device)
     unpacked = [model.forward_unpacked(sequence) for sequence in batch.tokens.split(lengths)]
     model.backbone.set_attn_implementation(PACKED_ATTENTION)
     expected, largest = torch.cat([values for values, _ in unpacked]), max(size for _, size in unpacked)
-    limit = math.sqrt(torch.finfo(dtype).eps) * largest + 1e-5  # log-probs are float32
+    limit = math.sqrt(torch.finfo(parse_dtype(settings.compute_dtype)).eps) * largest + 1e-5  # log-probs are float32
     for prompts in [None] if shared is None else [None, shared.to(device)]:
         gap = float((model.forward_packed(batch.tokens, batch.positions, lengths, prompts) - expected).abs().max())
         if not gap <= limit:
@@ -208,6 +201,6 @@ def _enable_packing(
             if prompts is not None:
                 which, fix = " that share a prompt", "set actor_rollout_ref.actor.use_prefix_grouper=False"
             raise EngineError(
-                f"model {path} ({config.model_type}): {model.verified} of packed sequences{which} differ from those of "
-                f"single sequences by {gap:.2g}, more than rounding explains ({limit:.2g}); {fix}"
+                f"model {settings.model_path} ({config.model_type}): {model.verified} of packed sequences{which} "
+                f"differ from those of single sequences by {gap:.2g}, more than rounding explains ({limit:.2g}); {fix}"
             )

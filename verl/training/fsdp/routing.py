@@ -18,16 +18,6 @@ from verl.training.fsdp.shared_prompts import SharedPrompts
 from verl.training.settings import EngineSettings
 
 
-def control_routing(
-    layers: Sequence[nn.Module], settings: EngineSettings, group: SequenceGroup | None = None
-) -> MoERouting | None:
-    """Return the control of a model's routers; None if the settings need none."""
-    if not settings.router_replay and not settings.router_aux_loss_coef:
-        return None
-    coefficient = settings.router_aux_loss_coef
-    return MoERouting(layers, settings.model_path, replays=settings.router_replay, coefficient=coefficient, group=group)
-
-
 class MoERouting:
     """Controls the routers of a model with L layers, some of which have E experts, k of them per token.
 
@@ -43,20 +33,13 @@ class MoERouting:
     In a sequence group, routers see a rank's part of the tokens.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        path: str,
-        *,
-        replays: bool = True,
-        coefficient: float = 0.0,
-        group: SequenceGroup | None = None,
-    ) -> None:
+    def __init__(self, layers: Sequence[nn.Module], settings: EngineSettings, group: SequenceGroup | None) -> None:
+        path = settings.model_path
         self._routers = {index: router for index, layer in enumerate(layers) for router in _find_routers(layer)}
         if not self._routers:
             raise EngineError(f"model {path}: it is not an MoE, so there is no routing to replay or balance")
         self._depth, self._experts = len(layers), next(iter(self._routers.values())).num_experts
-        self._replays, self._coefficient, self._group = replays, coefficient, group
+        self._replays, self._coefficient, self._group = settings.router_replay, settings.router_aux_loss_coef, group
         self._load: Tensor | None = None
         for index, router in self._routers.items():
             _check_router(router, path)
