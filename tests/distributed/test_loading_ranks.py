@@ -30,7 +30,7 @@ ENGINES = {
     "adapter": ("tied", {"lora": LoraSettings(4, seed=3)}),
     "critic": ("critic", {"head": "value"}),
     "new critic": ("tied", {"head": "value", "lora": LoraSettings(2)}),
-    "mixture": ("mixture", {"router_replay": True}),
+    "moe": ("moe", {"router_replay": True}),
 }
 
 
@@ -127,7 +127,7 @@ def results(tmp_path_factory):
     Qwen2ForCausalLM(tiny_qwen2(**UNEVEN)).save_pretrained(root / "untied", max_shard_size="50KB")
     Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True)).save_pretrained(root / "tied")
     Qwen2ForTokenClassification(tiny_qwen2(num_labels=1)).save_pretrained(root / "critic")
-    save_family("Qwen3-MoE", root / "mixture", num_experts=6)
+    save_family("Qwen3-MoE", root / "moe", num_experts=6)
     run_ranks(four_ranks, RANKS, free_port(), root, deadline_s=450)
     return [torch.load(root / f"found-{rank}.pt", weights_only=False) for rank in range(RANKS)]
 

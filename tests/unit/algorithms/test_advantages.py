@@ -90,7 +90,7 @@ def test_grpo_of_right_and_wrong_responses():
 
 
 @pytest.mark.parametrize("estimator", [grpo, rloo, opo, gpg, grpo_passk, reinforce_plus_plus_baseline, win_rate])
-def test_equal_scores_carry_no_signal(estimator):
+def test_equal_scores_have_no_signal(estimator):
     assert estimator(responses([0.1] * 4)).abs().max() < 1e-6
 
 
@@ -113,7 +113,7 @@ def test_the_optimal_baseline_of_a_token_weighs_returns_by_the_gradients_so_far(
     assert optimal_token_baseline(doubled).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_optimal_baseline_of_certain_tokens_is_no_rounding_error():
+def test_the_optimal_baseline_is_exact_for_tokens_of_probability_one():
     certain, almost = 0.0, math.log1p(-6e-8)
     x = responses([1.0, 3.0], None, [[1], [1]], logprobs=[[certain], [almost]], squares=[[1 - 1e-7], [1 - 1.9e-7]])
     advantages = optimal_token_baseline(x)
@@ -148,7 +148,7 @@ def test_opo_counts_longer_responses_more():
     assert opo(responses([1.0, 0.0], masks=[[1, 1, 1], [1]])).tolist() == pytest.approx([0.25, 0.25, 0.25, -0.75])
 
 
-def test_gpg_makes_up_for_scores_of_zero():
+def test_gpg_scales_by_the_share_of_nonzero_scores():
     assert gpg(responses([1.0, 0.0, 0.0, 0.0])).tolist() == pytest.approx([3.0, -1.0, -1.0, -1.0])
 
 

@@ -47,7 +47,7 @@ def test_shares_of_any_cut_add_up_to_the_number_of_the_mini_batch(sequences, mod
     assert shares == pytest.approx(by_the_formula(sequences, mode), abs=1e-9)
 
 
-def test_a_sequence_without_generated_tokens_counts_nowhere():
+def test_a_sequence_without_generated_tokens_is_not_counted():
     assert count_totals(*flat([[(1.0, True), (2.0, False)], [(3.0, False)], []])[1:]) == Totals(tokens=1, sequences=1)
 
 
@@ -64,7 +64,7 @@ def test_the_sum_over_an_empty_sequence_is_zero():
 
 
 @pytest.mark.parametrize("scale", [None, 0.0])
-def test_the_normed_mode_asks_for_its_length(scale):
+def test_seq_mean_token_sum_norm_requires_a_scale(scale):
     with pytest.raises(ValueError, match="loss_scale_factor"):
         aggregate(*flat([[(1.0, True)]]), "seq-mean-token-sum-norm", Totals(1, 1), scale=scale)
 

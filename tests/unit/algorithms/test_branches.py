@@ -91,7 +91,7 @@ def repeat_sample(samples: list[Sample], times: int) -> list[Sample]:
 
 @pytest.mark.parametrize("name", GROUPED)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_branch_that_is_there_twice_weighs_as_much_as_once(name: str, mode: str) -> None:
+def test_a_repeated_branch_counts_once(name: str, mode: str) -> None:
     def loss(samples: list[Sample]) -> float:
         batch, inputs = make_inputs(samples)
         advantages = ESTIMATORS[name](inputs)
@@ -114,7 +114,7 @@ def test_a_turn_of_several_branches_counts_once_and_an_episode_is_one_sequence()
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_a_branch_that_is_there_several_times_changes_no_token_baseline(times: int) -> None:
+def test_a_repeated_branch_does_not_change_the_token_baseline(times: int) -> None:
     def estimate(samples: list[Sample]) -> list[torch.Tensor]:
         batch, inputs = make_inputs(samples)
         step = 1 + batch.positions.double()

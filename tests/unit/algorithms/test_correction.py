@@ -88,7 +88,7 @@ def test_weights_carry_no_gradient():
         ("geometric", [1, 1, 0, 1, 1]),  # exp(0.25) and exp(-0.05)
     ],
 )
-def test_what_differs_too_much_leaves_the_mask(level, expected):
+def test_rejected_tokens_are_removed_from_the_mask(level, expected):
     correction = Correction(reject=level, lower=0.5, upper=1.6)
     assert rejection_mask(OLD, ROLLOUT, MASK, OFFSETS, correction).tolist() == [bool(e) for e in expected]
 

@@ -32,7 +32,7 @@ def test_plus_takes_the_value_forward_and_the_slope_of_k2_backward(kind):
     assert logprobs.grad.tolist() == pytest.approx((LP - REF).tolist())
 
 
-def test_k3_is_held_within_bounds_far_from_the_reference():
+def test_k3_is_clamped_far_from_the_reference():
     assert kl_penalty(torch.tensor([-500.0, 0.0]), torch.tensor([0.0, -500.0]), "k3").tolist() == [10.0, 10.0]
 
 

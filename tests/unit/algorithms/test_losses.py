@@ -66,7 +66,7 @@ def test_vanilla_is_its_formula(log_ratio, advantage):
         (2.0, -1.0, "clipped_dual"),
     ],
 )
-def test_a_clip_is_reported_exactly_where_it_takes_the_gradient(loss, log_ratio, advantage, clip):
+def test_a_clip_is_reported_exactly_where_it_removes_the_gradient(loss, log_ratio, advantage, clip):
     x = tokens([log_ratio], [advantage], selected=torch.tensor([False]))
     policy = loss(x, OPTIONS)
     if policy.clipped_dual is None and clip == "clipped_dual":
@@ -110,7 +110,7 @@ def test_sapo_has_the_slope_of_the_policy_gradient_where_the_policies_agree(adva
     assert slopes(sapo(x, LossOptions(tau_pos=tau_pos, tau_neg=tau_neg)), x) == pytest.approx([-advantage])
 
 
-def test_geo_mean_holds_only_what_the_advantage_pushes_too_far():
+def test_geo_mean_clips_only_in_the_direction_of_the_advantage():
     x = tokens([0.5, -0.5, 0.1], [1.0] * 3)
     policy = geo_mean(x, OPTIONS)
     ratio = math.exp((0.3 - 0.5 + 0.1) / 3)
@@ -123,7 +123,7 @@ def test_geo_mean_of_mixed_advantages_goes_by_their_mean():
     assert both[0] == pytest.approx(both[1])
 
 
-def test_clip_cov_takes_the_gradient_of_chosen_tokens_and_nothing_else():
+def test_clip_cov_removes_the_gradient_of_selected_tokens_only():
     plain = tokens([0.1, 0.1, 0.5], [1.0, 1.0, 1.0])
     x = tokens([0.1, 0.1, 0.5], [1.0, 1.0, 1.0], selected=torch.tensor([True, False, False]))
     policy = clip_cov(x, OPTIONS)
@@ -138,7 +138,7 @@ def test_clip_cov_has_no_dual_clip():
     assert slopes(policy, x) == pytest.approx([math.exp(2.0)])
 
 
-def test_kl_cov_pulls_chosen_tokens_back():
+def test_kl_cov_adds_a_penalty_to_selected_tokens():
     x = tokens([0.5, -0.5, 0.5], [1.0] * 3, selected=torch.tensor([True, True, False]))
     options = LossOptions(ppo_kl_coef=2.0)
     up, down = math.exp(0.5), math.exp(-0.5)
@@ -152,7 +152,7 @@ def test_dpo_moves_all_tokens_of_a_response_alike():
     assert slopes(policy, x, [0.5, 0.0, 0.5, 1.0]) == pytest.approx([-0.1, 0.0, -0.1, 0.1])
 
 
-def test_sppo_is_at_rest_where_the_log_ratio_is_the_win_rate():
+def test_sppo_has_no_gradient_where_the_log_ratio_is_the_win_rate():
     x = tokens([0.3, 0.1], [0.2, 0.2], ref_logprobs=torch.full((2,), -9.0).double())  # no matter
     assert sppo(x, LossOptions(sppo_eta=2.0)).loss.tolist() == pytest.approx([0.0, 0.0])
     assert sppo(x, LossOptions(sppo_eta=1.0)).loss.tolist() == pytest.approx([0.04, 0.04])

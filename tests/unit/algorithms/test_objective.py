@@ -85,7 +85,7 @@ def test_every_clip_has_a_separate_fraction():
     )
 
 
-def test_without_a_coefficient_entropy_and_reference_are_left_alone():
+def test_without_coefficients_entropy_and_reference_are_not_used():
     output, batch, totals = example()
     batch.ref_logprobs = None
     loss, metrics = PolicyObjective()(output, batch, totals)
@@ -158,7 +158,7 @@ def test_a_custom_loss_is_named_by_its_import_path(name):
     assert float(metrics["actor/pg_clipfrac_upper"]) == (1.0 if "report" in name else 0.0)
 
 
-def test_an_unkncustom_loss_names_the_known_ones():
+def test_an_unknown_loss_names_the_known_ones():
     with pytest.raises(ValueError, match=r"policy_loss.loss_mode: 'ppo' is not one of vanilla, gspo"):
         PolicyObjective(AlgorithmSettings(loss_mode="ppo"))(*example())
 

@@ -135,7 +135,7 @@ def test_a_mini_batch_of_equal_scores_has_no_pairs_and_no_loss():
     assert results.metrics["actor/dpo_loss"] == 0
 
 
-def test_dpo_asks_for_a_reference():
+def test_dpo_requires_a_reference():
     x, episodes, noise = mini_batch(count=40)
     x = LossInputs(x.logprobs, x.old_logprobs, x.advantages, x.mask, x.offsets)
     with pytest.raises(ValueError, match="no ref_logprobs"):

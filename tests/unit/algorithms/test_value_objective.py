@@ -44,7 +44,7 @@ def test_the_gradient_is_the_distance_to_the_return_and_none_where_clipped(v, ol
         assert float(values.grad) == pytest.approx(v - ret)
 
 
-def test_a_value_may_not_run_away_towards_the_return_but_may_come_back():
+def test_the_value_clip_applies_only_in_the_direction_of_the_return():
     old, returns = torch.zeros(3), torch.tensor([2.0, 2.0, -2.0])
     _, clipped = value_loss(torch.tensor([1.0, 0.3, 1.0]), old, returns, 0.5)
     assert clipped.tolist() == [True, False, False]

@@ -45,13 +45,13 @@ async def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: P
     assert [line.partition(" is used")[0] for line in messages] == [f"{tmp_path}/run"]
 
 
-async def test_runs_one_after_another_do_not_meet(tmp_path: Path) -> None:
+async def test_consecutive_runs_do_not_wait_for_each_other(tmp_path: Path) -> None:
     for _ in range(3):
         async with run_lock(tmp_path, pytest.fail):
             pass
 
 
-async def test_nothing_is_left_of_a_lock_after_a_run_that_failed(tmp_path: Path) -> None:
+async def test_a_failed_run_removes_its_lock_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at start"):
         async with run_lock(tmp_path, pytest.fail):
             raise ValueError("fails at start")
@@ -79,7 +79,7 @@ def _once(first: Callable[[float], Awaitable[None]]) -> Callable[[float], Awaita
     return sleep
 
 
-async def test_who_comes_right_after_a_killed_run_waits_for_its_end(tmp_path: Path) -> None:
+async def test_a_run_started_right_after_a_killed_one_waits_for_its_lock(tmp_path: Path) -> None:
     async with AsyncExitStack() as killed, AsyncExitStack() as next_one:
         await killed.enter_async_context(run_lock(tmp_path, pytest.fail))
         sleep = Sleeping()
@@ -115,7 +115,7 @@ async def test_another_machine_may_have_died_and_is_waited_for_longer(
         ("flock", errno.ENOSYS, "does not support locks"),
     ],
 )
-async def test_where_there_are_no_locks_the_run_says_so_and_goes_on(
+async def test_without_support_for_locks_the_run_says_so_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, code: int, words: str
 ) -> None:
     def fails(*args: Any) -> Any:
@@ -128,7 +128,7 @@ async def test_where_there_are_no_locks_the_run_says_so_and_goes_on(
     assert [words in message for message in messages] == [True, True]
 
 
-async def test_without_locks_the_run_that_came_first_saves_nothing_any_more(
+async def test_without_locks_the_run_that_started_first_stops_saving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any) -> Any:
@@ -151,7 +151,7 @@ async def test_a_run_that_ends_by_an_error_leaves_the_folder_to_others(tmp_path:
         pass
 
 
-async def test_nobody_else_can_enter_the_folder_or_open_the_lock(tmp_path: Path) -> None:
+async def test_the_folder_and_the_lock_file_are_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         async with run_lock(tmp_path / "project" / "run", pytest.fail):
@@ -161,14 +161,14 @@ async def test_nobody_else_can_enter_the_folder_or_open_the_lock(tmp_path: Path)
         os.umask(before)
 
 
-async def test_a_lock_of_an_older_version_is_closed_to_others(tmp_path: Path) -> None:
+async def test_a_lock_file_of_an_older_version_is_made_private(tmp_path: Path) -> None:
     (tmp_path / lock.LOCK).touch(mode=0o644)
     async with run_lock(tmp_path, pytest.fail):
         assert (tmp_path / lock.LOCK).stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("kind", ["foreign", "link", "second name", "pipe"])
-async def test_a_lock_that_somebody_planted_is_refused_and_left_as_it_is(tmp_path: Path, kind: str) -> None:
+async def test_a_planted_lock_file_is_refused_and_not_changed(tmp_path: Path, kind: str) -> None:
     precious, planted = tmp_path / "precious", tmp_path / "run" / lock.LOCK
     planted.parent.mkdir()
     precious.write_text("do not truncate")
@@ -191,9 +191,7 @@ async def test_a_lock_that_somebody_planted_is_refused_and_left_as_it_is(tmp_pat
     assert precious.read_text() == "do not truncate"
 
 
-async def test_who_is_another_user_is_decided_by_the_file_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_file_system_decides_who_another_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with run_lock(tmp_path, pytest.fail):
         (tmp_path / "metrics.jsonl").touch()
     monkeypatch.setattr(os, "geteuid", lambda: 54321)  # NFS stores files of this user under another id

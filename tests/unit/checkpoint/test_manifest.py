@@ -36,7 +36,7 @@ def test_a_committed_step_is_the_latest_and_remembers_its_data_position(tmp_path
     assert not (checkpoints.step_dir(10) / "INCOMPLETE").exists()
 
 
-def test_a_step_that_was_begun_and_not_committed_is_not_there(tmp_path):
+def test_a_step_that_was_not_committed_is_not_listed(tmp_path):
     checkpoints = written(tmp_path, 3)
     checkpoints.begin(4)
     assert checkpoints.latest() == 3
@@ -56,13 +56,13 @@ def test_a_deleted_latest_falls_back_to_the_newest_complete_step(tmp_path):
     assert checkpoints.latest() == 2
 
 
-def test_a_user_may_name_an_older_step(tmp_path):
+def test_an_older_step_can_be_set_in_the_latest_file(tmp_path):
     checkpoints = written(tmp_path, 1, 2)
     (tmp_path / LATEST).write_text("1\n")
     assert checkpoints.latest() == 1
 
 
-def test_who_has_gone_back_does_not_come_to_what_they_went_back_from(tmp_path):
+def test_a_rolled_back_run_does_not_resume_from_newer_steps(tmp_path):
     checkpoints = written(tmp_path, 1, 2, 3, 4, 5)
     (tmp_path / LATEST).write_text("3")
     assert checkpoints.resume_candidates() == [3, 2, 1]
@@ -82,7 +82,7 @@ def test_prune_keeps_the_one_to_resume_from_and_those_before_it(tmp_path):
     assert checkpoints.prune(None) == []
 
 
-def test_later_steps_of_an_older_run_push_out_none_of_the_new_one(tmp_path):
+def test_newer_steps_of_an_older_run_do_not_count_as_kept(tmp_path):
     written(tmp_path, 80, 90, 100)
     for step in (10, 20, 30, 40):
         written(tmp_path, step).prune(2)
@@ -91,14 +91,14 @@ def test_later_steps_of_an_older_run_push_out_none_of_the_new_one(tmp_path):
     assert CheckpointDir(tmp_path).steps() == [50, 80, 90, 100], "what is reached again is this run's"
 
 
-def test_a_damaged_latest_without_older_ones_does_not_lead_to_later_ones(tmp_path):
+def test_a_damaged_latest_checkpoint_does_not_lead_to_newer_ones(tmp_path):
     checkpoints = written(tmp_path, 100, 10)
     (checkpoints.step_dir(10) / "actor" / "0").unlink()
     assert checkpoints.latest() is None
     assert checkpoints.prune(1) == []
 
 
-def test_what_is_not_complete_does_not_count_as_kept(tmp_path):
+def test_incomplete_checkpoints_do_not_count_as_kept(tmp_path):
     checkpoints = written(tmp_path, 1, 2, 3, 4)
     (checkpoints.step_dir(4) / "actor" / "0").unlink()
     (checkpoints.step_dir(3) / "actor" / "0").write_bytes(b"short")
@@ -106,12 +106,12 @@ def test_what_is_not_complete_does_not_count_as_kept(tmp_path):
     assert checkpoints.latest() == 2
 
 
-def test_keeping_none_at_all_is_refused(tmp_path):
+def test_keeping_zero_checkpoints_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="keep 0 must be at least 1"):
         CheckpointDir(tmp_path).prune(0)
 
 
-def test_what_killed_saves_and_deletions_left_goes_with_the_next_save_and_nothing_else(tmp_path, monkeypatch):
+def test_the_next_save_deletes_only_leftovers_of_interrupted_saves_and_deletions(tmp_path, monkeypatch):
     checkpoints = written(tmp_path, 1, 2)
     checkpoints.begin(3)
     (tmp_path / "global_step_6").mkdir()  # killed before the mark was there
@@ -143,7 +143,7 @@ def saved(checkpoints, step):
     return lambda: CheckpointDir(checkpoints.root).commit(step, files, trainer)
 
 
-async def test_a_run_that_lost_its_folder_begins_commits_and_deletes_nothing(tmp_path):
+async def test_a_run_that_lost_its_lock_writes_and_deletes_nothing(tmp_path):
     tmp_path.chmod(0o755)
     async with run_lock(tmp_path, pytest.fail) as run_id:
         stale = CheckpointDir(tmp_path, run_id)
@@ -175,7 +175,7 @@ async def test_a_late_commit_from_before_a_restart_of_the_same_run_is_refused(tm
         assert find_corruption(CheckpointDir(tmp_path).step_dir(step)) == []
 
 
-def test_a_file_that_is_not_whole_when_it_is_committed_is_refused_by_name(tmp_path):
+def test_commit_refuses_an_incomplete_file_by_name(tmp_path):
     checkpoints = CheckpointDir(tmp_path)
     directory = checkpoints.begin(5)
     files = {"here": write(directory / "here", b"x"), "elsewhere": write(tmp_path / "elsewhere", b"x")}
@@ -233,7 +233,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed_or_harmless(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "actor/../../outside"])
-def test_a_manifest_that_leads_out_of_the_checkpoint_is_damaged(tmp_path, name, monkeypatch):
+def test_a_manifest_with_paths_outside_of_the_checkpoint_is_damaged(tmp_path, name, monkeypatch):
     monkeypatch.setattr("verl.checkpoint.manifest._size", lambda path: 1)
     checkpoints = CheckpointDir(tmp_path)
     directory = checkpoints.begin(5)

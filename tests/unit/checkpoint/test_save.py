@@ -16,7 +16,7 @@ def state(fill, rank="0", size=3):
     }
 
 
-def test_what_was_saved_comes_back(tmp_path):
+def test_a_saved_state_is_loaded_unchanged(tmp_path):
     save(state(7.0), tmp_path / "actor")
     loaded = load(state(0.0), tmp_path / "actor")
     assert loaded["model"]["a.weight"].eq(7.0).all()
@@ -51,7 +51,7 @@ def test_a_part_that_was_not_saved_is_named_with_the_setting(tmp_path):
         load({**state(0.0), "optimizer": {"step": torch.zeros(1)}}, tmp_path)
 
 
-def test_a_model_that_was_not_there_is_named(tmp_path):
+def test_a_model_that_was_not_saved_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"critic: does not exist; the run that saved had no critic"):
         load(state(0.0), tmp_path / "critic")
 

@@ -47,7 +47,7 @@ def test_plain_values_are_json(saved):
     assert load(state, saved)["optimizer"] == {"betas": [0.9, 0.999], "fused": True, "foreach": None}
 
 
-def test_what_json_cannot_say_is_refused_by_name(tmp_path):
+def test_values_that_json_cannot_store_are_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"extra\.thing: .* cannot be stored"):
         save({"extra": {"thing": object()}}, tmp_path)
 
@@ -108,7 +108,7 @@ def test_a_type_that_safetensors_lacks_is_refused_by_name(tmp_path):
         save({"x": torch.ones(2, dtype=torch.complex128)}, tmp_path)
 
 
-def test_a_checkpoint_of_an_older_format_is_refused_with_the_way_out(saved):
+def test_a_checkpoint_of_an_older_format_is_refused_with_a_fix(saved):
     (saved / METADATA).write_text(json.dumps({"format": 2, "entries": {}}))
     with pytest.raises(CheckpointError, match=r"has format 2, and this version of verl reads format 3.*verl merge"):
         load({"model": {"b": torch.tensor(0)}}, saved)
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_an_older_format_is_refused_with_the_way_out(saved):
         ([[0], [4], SHARD], "damaged"),
     ],
 )
-def test_metadata_is_not_believed(saved, part, complaint):
+def test_metadata_is_validated(saved, part, complaint):
     changed = dict(zip(("offsets", "sizes", "file"), part, strict=True))
     rewritten(saved, lambda stored: stored["model.a.weight"].update(parts=[changed]))
     with pytest.raises(CheckpointError, match=complaint):
@@ -134,7 +134,7 @@ def test_metadata_is_not_believed(saved, part, complaint):
 
 
 @pytest.mark.parametrize("parts", ["nonsense", [5], [{}], None])
-def test_metadata_without_sense_is_damaged(saved, parts):
+def test_metadata_with_invalid_values_is_damaged(saved, parts):
     rewritten(saved, lambda stored: stored["model.a.weight"].update(parts=parts))
     with pytest.raises(CheckpointError, match="is damaged"):
         read_index(saved)
@@ -182,7 +182,7 @@ def test_parts_that_overlap_are_refused(saved):
 
 
 @pytest.mark.parametrize("shape", [[10**30, 0], [2**62, 2**62, 0]])
-def test_a_shape_that_no_tensor_can_have_is_damage(saved, shape):
+def test_an_impossible_shape_is_damage(saved, shape):
     rewritten(saved, lambda stored: stored["model.a.weight"].update(shape=shape, parts=[]))
     with pytest.raises(CheckpointError, match="is damaged"):
         read_index(saved)
@@ -198,7 +198,7 @@ def test_tensors_are_read_into_host_memory_whatever_the_default_device(saved):
         assert dict(read_tensors(saved, prefix="model."))["b"].tolist() == 7
 
 
-def test_metadata_that_is_no_json_is_damaged(saved):
+def test_metadata_that_is_not_json_is_damaged(saved):
     (saved / METADATA).write_text((saved / METADATA).read_text()[:-10])
     with pytest.raises(CheckpointError, match=r"metadata\.json: is damaged"):
         read_index(saved)

@@ -65,7 +65,7 @@ def test_conversations_of_parquet_are_read_as_of_jsonl(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_what_is_too_long_is_refused_or_cut(tmp_path: Path) -> None:
+def test_overlong_examples_are_refused_or_truncated(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", pairs(5, 12, 30))
     with pytest.raises(DataError) as raised:
         ExampleDataset(file, reader(max_length=10))
@@ -82,20 +82,20 @@ def test_what_is_too_long_is_refused_or_cut(tmp_path: Path) -> None:
     assert f"2 of 2 truncated examples have no token left to train on (the first: {file}, row 1)" in warning
 
 
-def test_a_wrong_row_is_found_at_start_and_named(tmp_path: Path) -> None:
+def test_a_bad_row_is_found_at_start_and_named(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [*pairs(4), {"prompt": "p", "response": ""}])
     with pytest.raises(DataError, match=rf"^{file}, line 2: column 'response': the response is an empty string"):
         ExampleDataset(file, reader(max_length=10))
 
 
-def test_a_missing_column_is_answered_with_the_likely_one(tmp_path: Path) -> None:
+def test_a_missing_column_suggests_the_likely_one(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", [{"prompt": "p", "answer": "r"}])
     with pytest.raises(DataError, match=r"column 'response' not found in .* Set data.response_key=answer"):
         ExampleDataset(file, reader(max_length=10))
 
 
 @pytest.mark.parametrize("others", [{}, {"prompt": "p", "prompt_id": 3}])
-def test_a_file_of_conversations_is_answered_with_the_setting_for_them(tmp_path: Path, others: dict[str, Any]) -> None:
+def test_a_file_of_conversations_suggests_messages_key(tmp_path: Path, others: dict[str, Any]) -> None:
     file = write(tmp_path / "a.parquet", [{**others, "messages": [{"role": "user", "content": "a"}]}])
     [said] = find_file_problems(file, list_columns(SftDataConfig()))
     assert said.endswith("messages looks like whole conversations: set data.messages_key=messages")

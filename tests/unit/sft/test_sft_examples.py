@@ -105,7 +105,7 @@ def spans(mask: np.ndarray) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=40, deadline=None)
 @given(opening=openings, asked=rounds)
-def test_every_answer_and_nothing_else_is_trained_after_what_the_model_reads(name: str, opening, asked) -> None:
+def test_exactly_the_responses_are_trained_after_what_the_model_reads(name: str, opening, asked) -> None:
     tokenizer, messages = TOKENIZERS[name], conversation(opening, asked)
     example = conversation_example(tokenizer, messages, {}, [END])
     tokens, answers = example.tokens.tolist(), played(tokenizer, messages)
@@ -140,7 +140,7 @@ def test_a_prompt_of_messages_and_its_answer_are_the_last_turn_of_the_conversati
         assert spans(example.mask) == spans(whole.mask)[-1:]
 
 
-def test_a_template_that_strips_thoughts_is_refused_with_both_forms_and_the_way_out() -> None:
+def test_a_template_that_strips_reasoning_is_refused_with_both_renderings_and_a_fix() -> None:
     tokenizer = tokenizer_of(THINKING)
     messages = conversation([], [("one?", [], "hm#two"), ("three?", [], "ah#four")])
     with pytest.raises(DataError) as raised:
@@ -156,7 +156,7 @@ def test_a_template_that_strips_thoughts_is_refused_with_both_forms_and_the_way_
     assert "hm#" not in tokenizer.decode(second.tokens), "the second answer is read after what the model will read"
 
 
-def test_a_template_that_begins_answers_otherwise_is_refused() -> None:
+def test_a_template_that_starts_responses_differently_is_refused() -> None:
     messages = conversation([], [("one?", [], "two")])
     with pytest.raises(DataError, match=r"message 1: .* starts a response after .*Think: .*enable_thinking"):
         conversation_example(tokenizer_of(PREFILLED), messages, {}, [END])
@@ -165,7 +165,7 @@ def test_a_template_that_begins_answers_otherwise_is_refused() -> None:
     assert tokenizer_of(PREFILLED).decode(example.tokens[example.mask]) == "so two<|end|>"
 
 
-def test_a_finished_prompt_gets_no_second_begin_and_the_answer_one_end() -> None:
+def test_a_rendered_prompt_gets_no_second_bos_and_the_response_one_eos() -> None:
     tokenizer = TOKENIZERS["llama"]
     prompt = render(tokenizer, [{"role": "user", "content": "hi"}], {})
     begin = tokenizer.convert_tokens_to_ids("<|begin|>")
@@ -177,7 +177,7 @@ def test_a_finished_prompt_gets_no_second_begin_and_the_answer_one_end() -> None
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama", "gemma"])
-def test_a_finished_prompt_without_the_header_of_an_answer_is_noticed(name: str) -> None:
+def test_a_rendered_prompt_without_a_generation_prompt_is_reported(name: str) -> None:
     tokenizer, asked = TOKENIZERS[name], [{"role": "user", "content": "hi"}]
     bare = render(tokenizer, asked, {"add_generation_prompt": False})
     said = find_missing_header(tokenizer, bare, {})
@@ -188,7 +188,7 @@ def test_a_finished_prompt_without_the_header_of_an_answer_is_noticed(name: str)
     assert find_missing_header(tokenizer_of(None), bare, {}) is None
 
 
-def test_tools_that_are_no_json_are_named_by_their_column() -> None:
+def test_tools_that_are_not_json_are_named_by_their_column() -> None:
     reader = ExampleReader(tokenizer_of(CHATML), (END,), SftDataConfig(messages_key="messages", tools_key="tools"))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(DataError, match="column 'tools': is not JSON"):
@@ -235,12 +235,12 @@ def test_a_conversation_that_cannot_be_trained_says_why(row: dict[str, Any], wor
 
 
 @pytest.mark.parametrize("answer", [None, "", 7, ["a"]])
-def test_an_answer_that_is_no_text_says_so(answer: Any) -> None:
+def test_a_response_that_is_not_text_is_refused(answer: Any) -> None:
     with pytest.raises(DataError, match=r"column 'response': the response is .*data.response_key"):
         ExampleReader(TOKENIZERS["chatml"], (END,), SftDataConfig())({"prompt": "hi", "response": answer})
 
 
-def test_a_cut_example_trains_nothing_that_cannot_be_predicted() -> None:
+def test_the_first_token_of_a_truncated_example_is_not_trained() -> None:
     example = Example(np.arange(6, dtype=np.int32), np.array([0, 0, 1, 1, 1, 1], bool))
     assert example.truncate(6, "left") is example
     assert example.truncate(3, "left").tokens.tolist() == [3, 4, 5]

@@ -138,7 +138,7 @@ async def test_without_a_frequency_there_is_a_validation_at_the_end_alone(tmp_pa
     assert [step for step, metrics in log.lines if "val/loss" in metrics] == [3]
 
 
-async def test_a_run_that_is_asked_to_end_saves_after_the_step_in_progress(tmp_path: Path) -> None:
+async def test_a_run_that_is_asked_to_stop_saves_after_the_step_in_progress(tmp_path: Path) -> None:
     stopping = StopController()
 
     class Asked(FakeModel):
@@ -153,7 +153,7 @@ async def test_a_run_that_is_asked_to_end_saves_after_the_step_in_progress(tmp_p
     assert "saved and stopped after step 1" in out.getvalue()
 
 
-async def test_a_step_that_moved_nothing_is_said(tmp_path: Path) -> None:
+async def test_a_skipped_step_is_reported(tmp_path: Path) -> None:
     loop, _, out = loop_of(
         tmp_path, FakeModel(), SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT, start=4), LoopSchedule(1, 1)
     )
@@ -161,7 +161,7 @@ async def test_a_step_that_moved_nothing_is_said(tmp_path: Path) -> None:
     assert "step 1 did not change the weights: the gradient norm is nan" in out.getvalue()
 
 
-async def test_a_feed_asked_out_of_turn_gives_the_batch_that_was_asked_for() -> None:
+async def test_a_loader_asked_out_of_order_returns_the_requested_batch() -> None:
     loader = SFTDataLoader(ROWS, SequentialSampler(5), 2, CUT)
     first, third = await loader.take(0), await loader.take(2)
     assert sorted({int(token) for example in examples_of(first.rank_batches) for token in example.tokens}) == [0, 1]

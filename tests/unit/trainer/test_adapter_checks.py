@@ -179,6 +179,6 @@ def test_supervised_runs_start_from_an_adapter_too(model: Path, adapter: Path) -
         check_sft_files(wrong.config)
 
 
-def test_generation_does_not_silently_leave_the_adapter_out(model: Path, adapter: Path) -> None:
+def test_generation_does_not_silently_ignore_the_adapter(model: Path, adapter: Path) -> None:
     with pytest.raises(ConfigError, match="`verl generate` loads whole models"):
         read_arguments(["test.parquet", f"actor_rollout_ref.model.path={model}", f"{KEY}={adapter}"])

@@ -64,7 +64,7 @@ def test_names_stay_names_and_without_agents_nothing_is_set(tmp_path: Path) -> N
     assert f"{ROLLOUT}.multi_turn.enable" not in settings(tmp_path)
 
 
-def test_what_cannot_be_sent_is_a_configuration_error(tmp_path: Path) -> None:
+def test_objects_that_cannot_be_pickled_are_a_configuration_error(tmp_path: Path) -> None:
     with (tmp_path / "open.txt").open("w") as file:
 
         def write(text: str) -> str:

@@ -46,7 +46,7 @@ def test_no_group_starts_that_could_become_staler_than_allowed(batch: int, stale
     asyncio.run(run())
 
 
-async def test_a_step_of_which_nothing_could_be_scored_is_told() -> None:
+async def test_a_step_without_any_score_is_an_error() -> None:
     async def unscored(position: int, row: int) -> list[SampleHandle]:
         return []
 
@@ -146,7 +146,7 @@ async def test_a_resumed_buffer_goes_on_with_the_first_prompt_that_was_not_train
     assert seen == [2, 3]
 
 
-async def test_an_answer_that_is_too_old_stops_the_run() -> None:
+async def test_a_stale_response_stops_the_run() -> None:
     async def old(position: int, row: int) -> list[SampleHandle]:
         return [handle(position, version=1)]
 
@@ -225,7 +225,7 @@ async def test_dropped_prompts_are_counted_and_reported_once() -> None:
     assert seen == [(counts[0], 1), (counts[1], 0), (counts[2], 0), (counts[3], 0)]
 
 
-async def test_data_of_nothing_but_long_prompts_end_the_run() -> None:
+async def test_data_with_only_overlong_prompts_ends_the_run() -> None:
     async def episode(position: int, row: int) -> list[SampleHandle] | None:
         return None
 

@@ -48,7 +48,7 @@ class Writing:
         return self.seconds
 
 
-async def test_the_next_save_waits_for_the_former_one(tmp_path: Path) -> None:
+async def test_a_save_waits_for_the_previous_one(tmp_path: Path) -> None:
     policy, screen = Writing(), RecordingConsole()
     checkpointer = Checkpointer(policy, CheckpointDir(tmp_path), screen)
     await checkpointer.save(1, {})
@@ -61,7 +61,7 @@ async def test_the_next_save_waits_for_the_former_one(tmp_path: Path) -> None:
     assert screen.messages == [f"saved {tmp_path}/global_step_1", f"saved {tmp_path}/global_step_2"]
 
 
-async def test_a_look_finds_what_is_written_and_deletes_the_oldest(tmp_path: Path) -> None:
+async def test_poll_finds_a_written_checkpoint_and_deletes_the_oldest(tmp_path: Path) -> None:
     policy = Writing()
     checkpointer = Checkpointer(policy, CheckpointDir(tmp_path), RecordingConsole(), keep=1)
     policy.done = True
@@ -94,7 +94,7 @@ class Hanging(CheckpointDir):
 A_MOMENT = Deadline(0.05, "trainer.deadlines.checkpoint")
 
 
-async def test_a_file_system_that_does_not_answer_ends_the_save_by_its_name(tmp_path: Path) -> None:
+async def test_a_save_times_out_if_the_file_system_hangs(tmp_path: Path) -> None:
     hanging = Hanging(tmp_path, "begin")
     checkpointer = Checkpointer(Writing(), hanging, RecordingConsole(), deadline=A_MOMENT)
     with pytest.raises(
@@ -104,7 +104,7 @@ async def test_a_file_system_that_does_not_answer_ends_the_save_by_its_name(tmp_
     hanging.let_go.set()
 
 
-async def test_a_file_system_that_does_not_answer_is_waited_for_by_name(tmp_path: Path) -> None:
+async def test_a_hanging_file_system_is_named_in_the_pending_calls(tmp_path: Path) -> None:
     hanging = Hanging(tmp_path, "begin")
     saving = asyncio.ensure_future(Checkpointer(Writing(), hanging, RecordingConsole()).save(1, {}))
     await asyncio.sleep(0)
@@ -125,14 +125,14 @@ async def test_old_checkpoints_that_cannot_be_deleted_in_time_are_advice(tmp_pat
     hanging.let_go.set()
 
 
-async def test_a_file_system_that_does_not_answer_ends_the_search_for_a_checkpoint(tmp_path: Path) -> None:
+async def test_the_search_for_a_checkpoint_times_out_if_the_file_system_hangs(tmp_path: Path) -> None:
     hanging = Hanging(tmp_path, "resume_candidates")
     with pytest.raises(CheckpointError, match=r"\(list the checkpoints\)"):
         await find_checkpoint(hanging, verify, RecordingConsole(), A_MOMENT)
     hanging.let_go.set()
 
 
-async def test_the_longest_save_is_known_however_late_it_is_looked_at(tmp_path: Path) -> None:
+async def test_the_longest_save_is_measured_however_late_it_is_polled(tmp_path: Path) -> None:
     now = [0.0]
 
     class Copying(Writing):
@@ -162,7 +162,7 @@ async def verify(directory: str) -> list[str]:
     return find_corruption(Path(directory))
 
 
-async def test_the_newest_whole_checkpoint_is_found_and_the_others_are_named(tmp_path: Path) -> None:
+async def test_the_newest_complete_checkpoint_is_found_and_skipped_ones_are_named(tmp_path: Path) -> None:
     checkpoints, screen = saved(tmp_path, 1, 2, 3, 4), RecordingConsole()
     (tmp_path / "global_step_4" / "shard").unlink()
     (tmp_path / "global_step_3" / "shard").write_bytes(b"Weights")
@@ -176,14 +176,14 @@ async def test_the_newest_whole_checkpoint_is_found_and_the_others_are_named(tmp
     assert screen.messages[2:] == [f"not resumed from {tmp_path}/global_step_5: the save did not finish"]
 
 
-async def test_a_run_killed_in_its_first_save_begins_anew(tmp_path: Path) -> None:
+async def test_a_run_killed_in_its_first_save_starts_over(tmp_path: Path) -> None:
     screen = RecordingConsole()
     CheckpointDir(tmp_path).begin(1)
     assert await find_checkpoint(CheckpointDir(tmp_path), verify, screen) is None
     assert screen.messages == [f"not resumed from {tmp_path}/global_step_1: the save did not finish"]
 
 
-async def test_a_run_of_whose_checkpoints_none_is_whole_does_not_begin_anew(tmp_path: Path) -> None:
+async def test_resume_fails_if_no_checkpoint_is_complete(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 1, 2)
     for step in (1, 2):
         (tmp_path / f"global_step_{step}" / "shard").unlink()
@@ -194,7 +194,7 @@ async def test_a_run_of_whose_checkpoints_none_is_whole_does_not_begin_anew(tmp_
         await find_checkpoint(checkpoints, verify, RecordingConsole())
 
 
-async def test_a_run_whose_own_checkpoint_is_damaged_does_not_go_on_from_another_runs(tmp_path: Path) -> None:
+async def test_a_run_with_a_damaged_checkpoint_does_not_resume_from_another_run(tmp_path: Path) -> None:
     saved(tmp_path, 80, 90, 100)
     checkpoints = saved(tmp_path, 50)
     (tmp_path / "global_step_50" / "shard").write_bytes(b"Weights")

@@ -51,7 +51,7 @@ def rows(order: Sampler, count: int | None = None) -> list[int]:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_each_row_once_in_random_order_or_as_it_lies(tmp_path: Path, config: Any, streaming: bool) -> None:
+def test_each_row_comes_once_per_epoch_shuffled_or_in_order(tmp_path: Path, config: Any, streaming: bool) -> None:
     files = [write(tmp_path / "a.parquet", 9), write(tmp_path / "b.parquet", 6)]
     shuffled = read_data(config(train_files=files, streaming=streaming)).order
     assert sorted(rows(shuffled)) == list(range(15))
@@ -74,14 +74,14 @@ def test_weights_are_shares_of_the_entries(tmp_path: Path, config: Any, streamin
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_weight_for_what_has_no_rows_left_is_refused(tmp_path: Path, config: Any, streaming: bool) -> None:
+def test_a_weight_for_a_file_without_rows_is_refused(tmp_path: Path, config: Any, streaming: bool) -> None:
     files = [write(tmp_path / "a.parquet", 3), write(tmp_path / "b.parquet", 3)]
     settings = {"train_files": files, "train_weights": [1, 1], "train_max_samples": 3, "streaming": streaming}
     with pytest.raises(DataError, match=r"b\.parquet: no rows are left of it.*train_weights.*train_max_samples"):
         read_data(config(**settings))
 
 
-def test_a_curriculum_counts_what_is_left_of_the_rows(tmp_path: Path, config: Any) -> None:
+def test_a_curriculum_counts_only_the_rows_that_were_kept(tmp_path: Path, config: Any) -> None:
     path = write(tmp_path / "a.parquet", 5, prompt=["1", "1" * 20, "1", "1", "1"], level=[4.0, 0.0, 1.0, 3.0, 2.0])
     order = read_data(config(train_files=path, curriculum_key="level", filter_overlong_prompts=True)).order
     assert rows(order) == [1, 3, 2, 0], "of the four that are left"
@@ -103,7 +103,9 @@ def test_a_curriculum_counts_what_is_left_of_the_rows(tmp_path: Path, config: An
         ([True, False, True], r"row 0, column 'level': True is no"),
     ],
 )
-def test_a_curriculum_of_no_numbers_names_the_row(tmp_path: Path, config: Any, levels: list[Any], said: str) -> None:
+def test_a_curriculum_column_that_is_not_numeric_names_the_row(
+    tmp_path: Path, config: Any, levels: list[Any], said: str
+) -> None:
     path = write(tmp_path / "a.parquet", 3, level=levels)
     with pytest.raises(DataError, match=said):
         read_data(config(train_files=path, curriculum_key="level"))
@@ -177,7 +179,9 @@ def test_large_files_are_streamed_unless_their_order_needs_all_rows(
     assert rows(ranked.order) == list(range(12))
 
 
-def test_a_buffer_that_does_not_fit_is_said(tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shuffle_buffer_that_exceeds_the_cache_is_reported(
+    tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from verl.trainer.build import data as module
 
     monkeypatch.setattr(module, "CACHED_BYTES", 1000)
@@ -197,7 +201,7 @@ def test_a_data_source_without_a_scorer_is_found_before_the_run(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_all_that_is_wrong_with_the_files_is_said_at_once(tmp_path: Path, config: Any, streaming: bool) -> None:
+def test_all_problems_of_the_files_are_reported_at_once(tmp_path: Path, config: Any, streaming: bool) -> None:
     good = write(tmp_path / "good.parquet", 2, level=[1, 2])
     pq.write_table(pa.table({"question": ["1"]}), tmp_path / "other.parquet")
     empty = write(tmp_path / "empty.parquet", 0)
@@ -223,7 +227,7 @@ def test_all_that_is_wrong_with_the_files_is_said_at_once(tmp_path: Path, config
     assert ("column 'level' not found in" in said) == (not streaming)
 
 
-def test_one_thing_that_is_wrong_is_said_plainly(tmp_path: Path, config: Any) -> None:
+def test_a_single_problem_is_reported_without_a_list(tmp_path: Path, config: Any) -> None:
     path = write(tmp_path / "a.parquet", 2, difficulty=[1, 2])
     with pytest.raises(DataError, match=r"^column 'level' not found in .*Set data\.curriculum_key=difficulty$"):
         check_files(config(train_files=path, curriculum_key="level"))
@@ -244,7 +248,7 @@ def test_files_unlike_the_first_and_empty_ones_are_mentioned(tmp_path: Path, con
     )
 
 
-def test_many_files_with_the_same_fault_do_not_fill_the_screen(tmp_path: Path, config: Any) -> None:
+def test_many_files_with_the_same_problem_are_summarized(tmp_path: Path, config: Any) -> None:
     for number in range(20):
         pq.write_table(pa.table({"question": ["1"]}), tmp_path / f"{number:02}.parquet")
     with pytest.raises(DataError) as caught:
@@ -253,7 +257,7 @@ def test_many_files_with_the_same_fault_do_not_fill_the_screen(tmp_path: Path, c
     assert "... and 15 more files" in str(caught.value)
 
 
-def test_a_seed_of_its_own_or_that_of_the_run(tmp_path: Path, model: Path) -> None:
+def test_the_seed_of_the_data_defaults_to_that_of_the_run(tmp_path: Path, model: Path) -> None:
     path = write(tmp_path / "a.parquet", 30)
 
     def order(**given: Any) -> list[int]:
@@ -266,9 +270,7 @@ def test_a_seed_of_its_own_or_that_of_the_run(tmp_path: Path, model: Path) -> No
     assert np.array_equal(sorted(order(run=7)), np.arange(30))
 
 
-def test_a_misspelt_folder_that_looks_like_a_name_on_the_hub_is_told_with_what_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelled_folder_lists_what_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(path: str, **_: object) -> None:
         raise OSError("cannot reach the hub")
 

@@ -152,7 +152,7 @@ async def test_a_replacement_starts_while_others_still_run() -> None:
     assert groups(await taking) == [1, 2]
 
 
-async def test_what_is_dropped_leaves_the_object_store_before_a_take_comes_by() -> None:
+async def test_rejected_samples_are_released_from_the_object_store_at_once() -> None:
     class Array:
         """Something that a weak reference can watch."""
 
@@ -172,7 +172,7 @@ async def test_what_is_dropped_leaves_the_object_store_before_a_take_comes_by() 
     assert {sample.ref for sample in await buffer.take(2)} == set(stored)
 
 
-async def test_a_smaller_batch_comes_with_words_and_a_full_one_without() -> None:
+async def test_a_smaller_batch_comes_with_a_warning_and_a_full_one_without() -> None:
     world = World([True, False, False, False], 0)
     buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2, signal=SignalFilter("score", 2))
     buffer.advance(0)
@@ -194,7 +194,7 @@ async def test_a_smaller_batch_comes_with_words_and_a_full_one_without() -> None
     }
 
 
-async def test_a_long_search_says_so_while_it_lasts_ever_more_rarely() -> None:
+async def test_a_long_search_warns_at_increasing_intervals() -> None:
     world, said = World([False] * 85 + [True] * 2, 0), []
     buffer = EpisodeBuffer(
         world.run_group,
@@ -217,7 +217,7 @@ async def test_without_dynamic_sampling_nothing_is_dropped_or_counted() -> None:
     assert (buffer.metrics, buffer.warnings) == ({}, [])
 
 
-async def test_a_judgement_that_fails_fails_the_take() -> None:
+async def test_an_error_of_the_signal_filter_fails_the_take() -> None:
     world = World([True], 0)
     buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2, signal=SignalFilter("words"))
     buffer.advance(0)
@@ -234,7 +234,7 @@ def test_scores_that_differ_are_signal(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [("score", False), ("acc", False), ("seq_final_reward", True)])
-def test_penalties_for_length_are_no_signal_by_themselves(name: str, expected: bool) -> None:
+def test_length_penalties_alone_are_not_a_signal(name: str, expected: bool) -> None:
     wrong = [
         handle
         for penalty in (0.0, -0.5)
@@ -249,7 +249,7 @@ def test_a_named_number_is_compared_instead_of_the_score() -> None:
     assert group_has_signal([*same, *group_of(0, [0.0], metrics={"acc": 0.0})], "acc")
 
 
-def test_a_number_that_is_not_there_is_an_error_that_names_those_that_are() -> None:
+def test_a_missing_metric_is_an_error_that_lists_those_that_exist() -> None:
     with pytest.raises(
         ConfigError, match=r"metric=tests: .* prompt 3 has no such number; choose one of score, format, words"
     ):

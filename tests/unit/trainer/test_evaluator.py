@@ -1,4 +1,4 @@
-"""Validation: means by data source, failures left out, and a word when everything is 0."""
+"""Validation: means by data source, failures dropped, and a warning if everything is 0."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_any_number_of_responses_gives_pass_at_n_and_the_score_of_the_majo
     assert metrics["val/sums/maj@3"] == pytest.approx((1 + 0 + 1 / 3) / 3)
 
 
-async def test_what_could_not_be_scored_is_left_out_and_counted() -> None:
+async def test_unscored_responses_are_dropped_and_counted() -> None:
     failed = sample(math.nan, failure=Failed("error", "it raised"))
     validation = evaluator([[sample(1)], [failed]], ["a", "a"])
     found = await validation.evaluate()
@@ -82,7 +82,7 @@ async def test_what_could_not_be_scored_is_left_out_and_counted() -> None:
     assert len(nothing.warnings) == 1
 
 
-async def test_a_source_whose_answers_all_got_0_is_named_once_with_one_of_them() -> None:
+async def test_a_source_whose_responses_all_score_0_is_reported_once_with_an_example() -> None:
     validation = evaluator([[sample(0)], [sample(1)], [sample(0, cut=True)]], ["a", "b", "a"])
     await validation.evaluate()
     [warning] = validation.warnings

@@ -90,7 +90,7 @@ async def modes_of_two_starts(config: SftConfig, ranks: Ranks) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["disable", "path"])
-async def test_a_checkpoint_that_nobody_had_looked_at_yet_is_gone_on_from(tmp_path: Path, mode: str) -> None:
+async def test_a_run_resumes_from_a_checkpoint_that_was_not_polled_yet(tmp_path: Path, mode: str) -> None:
     config = settings(tmp_path, resume_mode=mode, resume_from_path=str(tmp_path / "global_step_9"), save_freq=1)
     assert await modes_of_two_starts(config, Ranks(commits=True)) == [mode, "auto"]
     assert CheckpointDir(tmp_path).latest() == 1
@@ -106,7 +106,7 @@ async def test_a_run_in_the_folder_of_another_is_refused_before_anything_is_star
         assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]
 
 
-async def test_sigterm_while_a_run_starts_ends_it_at_once_with_the_code_of_sigterm(tmp_path: Path) -> None:
+async def test_sigterm_during_the_start_stops_at_once_with_its_exit_code(tmp_path: Path) -> None:
     closed: list[str] = []
 
     @asynccontextmanager
@@ -124,7 +124,7 @@ async def test_sigterm_while_a_run_starts_ends_it_at_once_with_the_code_of_sigte
     assert "asked to stop at once (SIGTERM during the start)" in out.getvalue()
 
 
-async def test_a_run_that_is_asked_to_end_and_loses_a_process_is_not_started_again(tmp_path: Path) -> None:
+async def test_a_run_that_is_asked_to_stop_does_not_restart_after_a_lost_process(tmp_path: Path) -> None:
     starts: list[int] = []
     out = io.StringIO()
     console, tracker = Console(out=rich.console.Console(file=out, width=200)), SimpleNamespace(log=lambda *_: None)
@@ -146,7 +146,7 @@ async def test_a_run_that_is_asked_to_end_and_loses_a_process_is_not_started_aga
     assert "asked to stop (SIGTERM): stopped; rerun the command" in out.getvalue()
 
 
-async def test_what_was_not_written_to_its_end_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+async def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
     directory = CheckpointDir(tmp_path).begin(1)  # of an older run
     CheckpointDir(tmp_path).commit(1, {"shard": write(directory / "shard", b"old")})
     config = settings(tmp_path, resume_mode="disable", save_freq=1)

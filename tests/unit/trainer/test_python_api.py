@@ -33,7 +33,7 @@ OFFERED = {
 
 
 @pytest.mark.parametrize("module", OFFERED)
-def test_what_is_offered_is_pinned_and_there(module: str) -> None:
+def test_the_public_names_are_pinned_and_importable(module: str) -> None:
     found = importlib.import_module(module)
     assert set(found.__all__) == OFFERED[module]
     for name in found.__all__:
@@ -66,7 +66,7 @@ def test_a_config_is_saved_as_a_dict() -> None:
     assert TrainingConfig(**TrainingConfig(batch_size=3).__dict__) == TrainingConfig(batch_size=3)
 
 
-def test_any_setting_has_the_last_word_and_a_wrong_one_is_named(tmp_path: Path) -> None:
+def test_settings_override_the_config_and_unknown_ones_are_named(tmp_path: Path) -> None:
     def made(**settings: Any) -> GRPOTrainer:
         config = TrainingConfig(settings={key.replace("__", "."): value for key, value in settings.items()})
         return GRPOTrainer("some/model", config=config, prompts=["a"], folder=tmp_path / "run")
@@ -207,7 +207,7 @@ def test_one_prompt_is_one_prompt_however_it_is_given() -> None:
         (["a", []], r"prompts\[1\] is a list; give texts"),
     ],
 )
-def test_a_batch_of_what_are_no_prompts_is_refused(prompts: Any, said: str) -> None:
+def test_a_batch_without_prompts_is_refused(prompts: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         list(iter_rows(prompts))
 
@@ -220,7 +220,7 @@ def test_batches_of_a_loader_become_rows() -> None:
     assert list(iter_rows(DataLoader(rows, batch_size=2, collate_fn=list))) == rows
 
 
-def test_conversations_that_a_loader_has_put_together_are_taken_apart_and_other_lists_refused() -> None:
+def test_collated_conversations_are_split_and_other_lists_refused() -> None:
     rows = [{"prompt": [*CHAT, {"role": "assistant", "content": f"{n}"}], "ground_truth": f"{n}"} for n in range(3)]
     assert list(iter_rows(DataLoader(rows, batch_size=2))) == rows
     listed = [{"prompt": f"{n}", "tests": ["a", "b"]} for n in range(2)]
@@ -275,7 +275,7 @@ def test_a_run_that_stopped_early_is_not_taken_for_finished(
         GRPOTrainer("some/model", prompts=["a"], folder=tmp_path / "run").train()
 
 
-def test_numbers_of_torch_are_written_and_what_is_no_prompt_is_named(tmp_path: Path) -> None:
+def test_torch_numbers_are_written_and_an_invalid_prompt_is_named(tmp_path: Path) -> None:
     path = write_rows([{"prompt": "a", "level": torch.tensor(3)}], tmp_path / "rows.jsonl")
     assert Path(path).read_text() == '{"prompt": "a", "level": 3}\n'
     with pytest.raises(DataError, match=r"prompts\[1\] is a int"):
@@ -286,5 +286,5 @@ def test_numbers_of_torch_are_written_and_what_is_no_prompt_is_named(tmp_path: P
         write_rows([{"prompt": "a", "what": object()}], tmp_path / "rows.jsonl")
 
 
-def test_a_version_is_told() -> None:
+def test_the_version_is_exported() -> None:
     assert verl.__version__

@@ -32,7 +32,7 @@ def faults(**settings: Any) -> tuple[RestartTracker, list[str]]:
     return RestartTracker(console, FaultsConfig(**settings)), console.lines
 
 
-def test_a_run_that_loses_nothing_has_no_metrics_of_it() -> None:
+def test_a_run_without_restarts_has_no_metrics_of_restarts() -> None:
     assert faults()[0].metrics() == {}
 
 
@@ -47,14 +47,14 @@ def test_a_restart_says_what_was_lost_and_what_it_costs() -> None:
     assert run.metrics()["faults/steps_repeated"] == 2
 
 
-def test_a_run_that_saved_nothing_says_why_it_begins_anew() -> None:
+def test_a_run_that_saved_nothing_says_why_it_starts_over() -> None:
     run, lines = faults()
     run.restart(GONE, version=3)
     run.resumed(0)
     assert lines[1] == "repeating 3 steps: no checkpoint was written yet (trainer.save_freq)"
 
 
-def test_a_run_that_only_begins_where_it_was_left_says_nothing() -> None:
+def test_a_resumed_run_without_repeated_steps_prints_nothing() -> None:
     run, lines = faults()
     run.resumed(12)
     assert lines == []
@@ -69,12 +69,12 @@ def test_restarts_in_a_row_are_bounded_and_a_step_forward_forgives_them() -> Non
         run.restart(GONE, version=6)
 
 
-def test_no_restart_is_allowed_where_none_is_wanted() -> None:
+def test_max_restarts_of_zero_allows_no_restart() -> None:
     with pytest.raises(ProcessLostError):
         faults(max_restarts=0)[0].restart(GONE, version=1)
 
 
-def test_engines_are_told_of_when_they_are_lost_and_when_they_are_back() -> None:
+def test_lost_and_restarted_engines_are_reported() -> None:
     run, lines = faults()
     path = [
         EngineState.READY,

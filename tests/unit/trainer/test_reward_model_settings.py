@@ -78,7 +78,7 @@ async def test_without_a_model_a_function_scores(monkeypatch: pytest.MonkeyPatch
     assert "build_encoder" not in calls
 
 
-def test_those_who_hold_the_model_know_its_batches_and_its_deadline() -> None:
+def test_reward_model_clients_know_its_batch_size_and_timeout() -> None:
     config = config_of(*MODEL, "reward.reward_model.micro_batch_size_per_gpu=4", "reward.deadline_s=7")
     settings = reward_model_settings(config, "cuda", 0)
     assert settings == RewardModelSettings(
@@ -97,7 +97,7 @@ def test_vllm_is_told_its_share_of_the_device_and_its_core() -> None:
     assert made.cpu_cores == str((os.cpu_count() or 1) - 1)
 
 
-def test_a_reward_model_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+def test_a_missing_reward_model_is_reported_at_once(tmp_path: Path) -> None:
     policy, prompts = tmp_path / "policy", tmp_path / "prompts.parquet"
     policy.mkdir()
     pq.write_table(pa.table({"prompt": ["1+1="]}), prompts)

@@ -47,7 +47,7 @@ def test_supervised_training_saves_its_last_step_unless_told_otherwise(tmp_path:
 @pytest.mark.parametrize(
     ("settings", "warned"), [([], True), (["trainer.save_freq=-1"], False), (["trainer.save_freq=null"], False)]
 )
-def test_that_nothing_will_be_saved_is_said_unless_it_was_asked_for(
+def test_a_run_that_saves_nothing_by_default_says_so(
     tmp_path: Path, settings: list[str], warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = run_of(tmp_path, *settings)
@@ -92,7 +92,7 @@ async def resumed(config: Config | SftConfig) -> int:
     return step
 
 
-async def test_a_run_goes_on_from_its_own_checkpoint_and_from_older_ones_that_name_no_model(tmp_path: Path) -> None:
+async def test_a_run_resumes_from_its_own_checkpoint_and_from_older_ones_without_a_model_name(tmp_path: Path) -> None:
     await save_as(run_of(tmp_path))
     assert await resumed(run_of(tmp_path)) == 3
     directory = CheckpointDir(tmp_path).begin(4)

@@ -57,7 +57,7 @@ def test_another_step_is_begun_only_if_the_longest_step_and_save_fit() -> None:
         (None, "soon", None),
     ],
 )
-def test_the_sooner_deadline_counts(hours: float | None, slurm: str, limit: str | None) -> None:
+def test_the_earlier_time_limit_counts(hours: float | None, slurm: str, limit: str | None) -> None:
     clock = Clock()
     stopping = StopController.by_time(hours, 60, {"SLURM_JOB_END_TIME": slurm}, clock)
     assert stopping.reason() is None
@@ -67,7 +67,7 @@ def test_the_sooner_deadline_counts(hours: float | None, slurm: str, limit: str 
     assert limit is None or limit in str(reason)
 
 
-def test_what_a_restart_takes_is_no_step() -> None:
+def test_the_time_of_a_restart_does_not_count_as_a_step() -> None:
     clock = Clock()
     stopping = StopController(clock.now + 1000, "the end", clock=clock)
     stepping(stopping, clock, 10)
@@ -80,7 +80,7 @@ def test_what_a_restart_takes_is_no_step() -> None:
     assert stopping.reason() is not None
 
 
-async def test_sigterm_ends_after_the_step_and_a_second_one_at_once() -> None:
+async def test_sigterm_stops_after_the_step_and_a_second_one_at_once() -> None:
     stopping = StopController()
     with stopping.on_sigterm():
         assert stopping.reason() is None
@@ -156,7 +156,7 @@ class Stepping:
         return {}
 
 
-async def test_a_run_that_is_asked_to_end_saves_once_even_if_it_never_would() -> None:
+async def test_a_run_that_is_asked_to_stop_saves_even_with_save_freq_minus_one() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
     await Stepping(around, clock, 1, stopping, signalled=3).loop.fit(stopping)
     assert around.saves == [4]
@@ -164,7 +164,7 @@ async def test_a_run_that_is_asked_to_end_saves_once_even_if_it_never_would() ->
     assert around.notes == ["asked to stop (SIGTERM): saved and stopped after step 4; rerun the command to resume"]
 
 
-async def test_a_run_ends_in_time_for_its_deadline() -> None:
+async def test_a_run_stops_before_its_time_limit() -> None:
     around, clock = Recorder(), Clock()
     around.longest_s = 5.0
     stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
@@ -182,7 +182,7 @@ async def test_the_step_that_has_just_ended_counts() -> None:
     assert stopping.exit_code == OUT_OF_TIME
 
 
-def test_what_a_save_took_is_known_after_a_restart() -> None:
+def test_the_longest_save_is_remembered_after_a_restart() -> None:
     clock = Clock()
     stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
     stepping(stopping, clock, 30)
@@ -193,7 +193,7 @@ def test_what_a_save_took_is_known_after_a_restart() -> None:
     assert "another step could need 60 s (the longest so far took 30 s, a checkpoint 20 s" in reason
 
 
-async def test_a_run_that_gets_to_its_last_step_ends_as_ever() -> None:
+async def test_a_run_that_reaches_its_last_step_ends_normally() -> None:
     around, clock, stopping = Recorder(), Clock(), StopController()
     await Stepping(around, clock, 1, stopping).loop.fit(stopping)
     assert (around.saves, around.notes, around.finished, stopping.exit_code) == ([], [], 1, 0)
@@ -208,7 +208,7 @@ async def test_a_run_that_gets_to_its_last_step_ends_as_ever() -> None:
         (TrainerLostError("train worker 0: pack_weights: its process has died"), 1),
     ],
 )
-async def test_a_run_that_fails_still_writes_its_checkpoint_to_the_end(error: Exception, finished: int) -> None:
+async def test_a_run_that_fails_finishes_the_checkpoint_that_is_being_written(error: Exception, finished: int) -> None:
     around, clock, stopping = Recorder(), Clock(), StopController()
     task = Stepping(around, clock, 1, stopping)
 
@@ -221,7 +221,7 @@ async def test_a_run_that_fails_still_writes_its_checkpoint_to_the_end(error: Ex
     assert around.finished == finished
 
 
-async def test_who_waited_in_vain_for_a_train_worker_to_pack_does_not_wait_again() -> None:
+async def test_after_a_timeout_of_a_train_worker_the_run_does_not_wait_for_it_again() -> None:
     around, clock, stopping = Recorder(), Clock(), StopController()
     task = Stepping(around, clock, 1, stopping)
 
@@ -235,7 +235,7 @@ async def test_who_waited_in_vain_for_a_train_worker_to_pack_does_not_wait_again
 
 
 @pytest.mark.parametrize("second", [ProcessLostError, RuntimeError])
-async def test_train_workers_that_are_dead_do_not_hide_what_ended_the_run(second: type[Exception]) -> None:
+async def test_dead_train_workers_do_not_hide_the_root_cause(second: type[Exception]) -> None:
     around, clock, stopping = Recorder(), Clock(), StopController()
     task = Stepping(around, clock, 1, stopping)
 
@@ -251,7 +251,7 @@ async def test_train_workers_that_are_dead_do_not_hide_what_ended_the_run(second
         await task.loop.fit(stopping)
 
 
-async def test_no_validation_stands_between_a_signal_and_the_save() -> None:
+async def test_a_run_that_is_asked_to_stop_saves_without_validating() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
     task = Stepping(around, clock, 1, stopping, signalled=3)
     task.loop.schedule = LoopSchedule(1, 10, validate_every=2)
@@ -259,7 +259,7 @@ async def test_no_validation_stands_between_a_signal_and_the_save() -> None:
     assert (around.saves, task.validated) == ([4], [0, 2])
 
 
-async def test_no_validation_stands_between_a_deadline_and_the_save() -> None:
+async def test_a_run_out_of_time_saves_without_validating() -> None:
     around, clock = Recorder(), Clock()
     stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
     task = Stepping(around, clock, 20, stopping)
@@ -268,7 +268,7 @@ async def test_no_validation_stands_between_a_deadline_and_the_save() -> None:
     assert (around.saves, task.validated) == ([4], [0])
 
 
-async def test_a_validation_is_broken_off_by_a_signal_and_what_comes_after_it_is_asked_anew() -> None:
+async def test_a_signal_cancels_a_validation() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
     task = Stepping(around, clock, 1, stopping)
     task.loop.schedule = LoopSchedule(1, 10, validate_every=4, validate_first=False)
@@ -281,7 +281,7 @@ async def test_a_validation_is_broken_off_by_a_signal_and_what_comes_after_it_is
     ]
 
 
-async def test_what_a_validation_takes_counts_for_the_deadline() -> None:
+async def test_the_time_of_a_validation_counts_toward_the_time_limit() -> None:
     around, clock = Recorder(), Clock()
     stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
     task = Stepping(around, clock, 20, stopping)
@@ -300,7 +300,7 @@ async def test_the_last_step_is_saved_without_its_validation_if_the_run_is_asked
     assert around.notes == ["asked to stop: skipped the validation after step 10"]
 
 
-async def test_a_run_that_is_asked_to_end_before_its_first_step_makes_none_and_saves_nothing() -> None:
+async def test_a_run_stopped_before_its_first_step_does_no_step_and_saves_nothing() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
     task = Stepping(around, clock, 1, stopping)
     task.during_validation = stopping.request_stop
@@ -309,7 +309,7 @@ async def test_a_run_that_is_asked_to_end_before_its_first_step_makes_none_and_s
     assert around.notes[-1] == "asked to stop (SIGTERM): stopped before the first step; rerun the command to resume"
 
 
-async def test_an_error_of_a_validation_is_the_runs() -> None:
+async def test_an_error_of_a_validation_ends_the_run() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
     task = Stepping(around, clock, 1, stopping)
 

@@ -83,7 +83,7 @@ async def test_weights_that_were_being_changed_are_not_saved() -> None:
     assert await run(Failing(StorageError("full"), in_update=True), None) == []
 
 
-async def test_what_is_saved_is_not_saved_again_and_nothing_without_checkpoints() -> None:
+async def test_a_saved_version_is_not_saved_again_before_exit() -> None:
     assert await run(Failing(StorageError("full")), 2) == [(2, {"position": 20})]
     assert await run(Failing(StorageError("full")), -1) == []
     assert await run(Failing(RewardError("wrong")), None) == []

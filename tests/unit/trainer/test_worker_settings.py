@@ -170,7 +170,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it_unless_it_moves() -
     assert not train_settings(config_of(*LORA), 10, "cpu").reference_is_actor
 
 
-def test_engines_load_the_model_themselves_where_the_adapter_alone_travels() -> None:
+def test_engines_load_the_model_themselves_if_only_the_adapter_is_synced() -> None:
     config = config_of(*LORA)
     engine = VllmSettings.from_config(config, "cpu", 0)
     assert train_settings(config, 10, "cpu").sync_adapter_only
@@ -427,7 +427,7 @@ def test_the_example_of_ppo_reads_as_it_is_written() -> None:
     assert settings.reference is None  # use_kl_in_reward is not set
 
 
-def test_the_model_for_others_is_asked_for_in_either_spelling() -> None:
+def test_save_hf_can_be_set_in_either_spelling() -> None:
     contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"
     asked = [train_settings(config_of(*each), 1, "cpu").save_hf for each in ([], ["trainer.save_hf=true"], [contents])]
     assert asked == [False, True, True]
@@ -471,13 +471,13 @@ def test_kernels_are_compiled_on_accelerators_unless_it_is_turned_off() -> None:
     assert not train_settings(config_of("actor.use_torch_compile=false"), 10, "cuda").actor.compile
 
 
-def test_resharding_is_as_it_is_told() -> None:
+def test_reshard_after_forward_follows_the_setting() -> None:
     key = "actor_rollout_ref.actor.fsdp_config.reshard_after_forward"
     assert train_settings(config_of(), 10, "cpu").actor.reshard_after_forward
     assert not train_settings(config_of(f"{key}=false"), 10, "cpu").actor.reshard_after_forward
 
 
-def test_what_depends_on_the_device_is_said_when_auto_is_known() -> None:
+def test_device_hints_are_printed_once_auto_is_resolved() -> None:
     key = "actor_rollout_ref.actor.fsdp_config.param_offload"
     assert device_hints(config_of(f"{key}=true"), "cuda", TRAIN_HINTS) == []
     [said] = device_hints(config_of(f"{key}=true"), "cpu", TRAIN_HINTS)

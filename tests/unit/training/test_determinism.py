@@ -57,7 +57,7 @@ def test_a_workspace_of_the_user_is_kept_and_an_old_gpu_is_refused(monkeypatch: 
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_only_workers_on_accelerators_get_it(device: str) -> None:
+def test_only_workers_on_accelerators_are_deterministic(device: str) -> None:
     config = load_dict({}, [*REQUIRED, "reward.reward_model.enable=true", "reward.reward_model.model_path=rm"]).config
     is_gpu = device == "cuda"
     assert train_settings(config, 10, device).deterministic is is_gpu

@@ -36,5 +36,5 @@ def test_a_batch_in_the_wrong_number_of_parts_is_refused() -> None:
         MEGATRON.spread([1, 2, 3])
 
 
-def test_the_example_is_true() -> None:
+def test_the_docstring_example_is_correct() -> None:
     assert doctest.testmod(layout).failed == 0

@@ -83,7 +83,7 @@ def loud(tmp_path):
     return path
 
 
-def test_rounding_of_large_logits_is_no_reason_to_refuse_a_model(tmp_path):
+def test_a_model_with_large_logits_is_not_refused_for_rounding(tmp_path):
     load_packed(loud(tmp_path), dtype=torch.bfloat16)
 
 
@@ -97,7 +97,7 @@ def test_sequences_that_see_each_other_stop_the_start(tmp_path, monkeypatch, mak
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_head_that_is_not_understood_stops_the_start(tmp_path, monkeypatch, dtype):
+def test_an_unsupported_head_is_refused(tmp_path, monkeypatch, dtype):
     path = saved(tmp_path, "llama")
     real = transformers.LlamaForCausalLM.forward
 
@@ -111,7 +111,7 @@ def test_a_head_that_is_not_understood_stops_the_start(tmp_path, monkeypatch, dt
         load_packed(path, dtype=dtype)
 
 
-def test_layers_with_a_state_of_their_own_are_refused(tmp_path):
+def test_layers_with_a_recurrent_state_are_refused(tmp_path):
     path = saved(tmp_path, "qwen3")
     config = transformers.AutoConfig.from_pretrained(path)
     config.layer_types = ["full_attention", "chunked_attention"]

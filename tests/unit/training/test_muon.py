@@ -31,7 +31,7 @@ def test_each_expert_of_a_stack_is_a_matrix_of_its_own():
     torch.testing.assert_close(orthogonalize(stack), torch.stack([orthogonalize(each) for each in stack]))
 
 
-def test_a_gradient_of_zeros_moves_nothing():
+def test_a_zero_gradient_does_not_change_the_weights():
     assert torch.equal(orthogonalize(torch.zeros(4, 6)), torch.zeros(4, 6))
 
 
@@ -88,7 +88,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_all_others(tied):
     assert tied or "lm_head.weight" in others
 
 
-def test_muon_takes_the_experts_of_a_mixture():
+def test_muon_takes_the_experts_of_an_moe():
     sizes = {key: value for key, value in tiny_qwen2().to_diff_dict().items() if key.endswith("size")}
     config = Qwen3MoeConfig(
         **sizes,

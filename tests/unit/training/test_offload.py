@@ -18,7 +18,7 @@ def stored_bytes(tensors):
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def test_parked_tensors_hold_nothing_and_come_back_as_they_were():
+def test_offloaded_tensors_hold_no_memory_and_are_restored_exactly():
     tensors = [torch.randn(3, 4), torch.randn(5).bfloat16()]
     before, views = [tensor.clone() for tensor in tensors], [tensor.view(-1) for tensor in tensors]
     offloader = offload(tensors)
@@ -30,7 +30,7 @@ def test_parked_tensors_hold_nothing_and_come_back_as_they_were():
         assert stored_bytes(tensors) == 0
 
 
-def test_what_is_changed_while_it_is_here_stays_changed():
+def test_changes_to_loaded_tensors_survive_offloading():
     weight = torch.zeros(4)
     offloader = offload([weight])
     for step in range(3):
@@ -39,7 +39,7 @@ def test_what_is_changed_while_it_is_here_stays_changed():
             weight += 1
 
 
-def test_nothing_is_parked_while_somebody_uses_it():
+def test_nothing_is_offloaded_while_it_is_in_use():
     weight = torch.ones(4)
     offloader = offload([weight])
     with offloader.on_device():
@@ -50,7 +50,7 @@ def test_nothing_is_parked_while_somebody_uses_it():
     assert stored_bytes([weight]) == 0
 
 
-def test_an_error_inside_parks_all_the_same():
+def test_an_error_inside_the_context_offloads_too():
     weight = torch.ones(4)
     offloader = offload([weight])
     with pytest.raises(RuntimeError), offloader.on_device():
@@ -58,7 +58,7 @@ def test_an_error_inside_parks_all_the_same():
     assert stored_bytes([weight]) == 0
 
 
-def test_fetched_tensors_stay_until_they_are_parked():
+def test_loaded_tensors_stay_until_they_are_offloaded():
     weight = torch.ones(4)
     offloader = offload([weight])
     offloader.load()
@@ -68,7 +68,7 @@ def test_fetched_tensors_stay_until_they_are_parked():
     assert stored_bytes([weight]) == 0
 
 
-def test_tensors_of_one_storage_are_parked_once():
+def test_tensors_of_one_storage_are_offloaded_once():
     whole = torch.arange(6.0)
     offloader = offload([whole[:3], whole[3:]])
     assert stored_bytes([whole]) == 0
@@ -76,7 +76,7 @@ def test_tensors_of_one_storage_are_parked_once():
     assert whole.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_nothing_happens_unless_it_is_asked_for():
+def test_without_max_hours_or_signals_nothing_stops_the_run():
     weight = torch.ones(4)
     offloader = Offloader(lambda: [weight], active=False)
     offloader.offload()
@@ -85,7 +85,7 @@ def test_nothing_happens_unless_it_is_asked_for():
     assert stored_bytes([weight]) == 16
 
 
-def test_moments_are_parked_as_soon_as_there_are_some():
+def test_moments_are_offloaded_as_soon_as_they_exist():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     offloader = Offloader(lambda: iter_moments(optimizer), active=True)
@@ -103,7 +103,7 @@ def test_moments_are_parked_as_soon_as_there_are_some():
     assert torch.equal(model.weight, plain.weight)
 
 
-def test_a_copied_state_outlives_the_parking():
+def test_a_copied_state_survives_offloading():
     weight = torch.ones(4)
     offloader = offload([weight])
     with offloader.on_device():

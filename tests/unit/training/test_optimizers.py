@@ -39,7 +39,7 @@ def test_small_updates_move_bfloat16_weights_on_average_as_they_move_float32_one
     assert moved[torch.bfloat16] == pytest.approx(moved[torch.float32], rel=0.1)
 
 
-def test_a_stochastic_optimizer_resumes_with_the_bits_it_would_have_had():
+def test_a_stochastic_optimizer_resumes_bit_identically():
     def run(steps, state=None):
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 64).bfloat16())
         optimizer = StochasticAdamW([weight], lr=1e-2)
@@ -72,7 +72,7 @@ def test_the_scale_is_halved_by_overflow_and_doubled_after_a_while():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_other_types_need_no_scale(dtype):
+def test_other_data_types_do_not_scale_the_loss(dtype):
     scaler = LossScaler(dtype)
     for is_finite in (True, False) * 300:
         scaler.record(is_finite=is_finite)

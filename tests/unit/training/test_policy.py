@@ -61,7 +61,7 @@ def episodes(monkeypatch: pytest.MonkeyPatch) -> list[AdvantageInputs]:
 # Rewards
 
 
-def test_a_score_lands_on_the_last_token_that_the_model_wrote(episodes: list[AdvantageInputs]) -> None:
+def test_a_score_is_the_reward_of_the_last_generated_token(episodes: list[AdvantageInputs]) -> None:
     step = step_of(SAMPLES)
     PolicyTrainer(Table(), AlgorithmSettings("seen")).prepare(step.samples, step.plan)
     (x,) = episodes
@@ -81,7 +81,7 @@ def test_a_score_lands_on_the_last_token_that_the_model_wrote(episodes: list[Adv
 @pytest.mark.parametrize(
     ("kind", "estimate"), [("kl", lambda x: -x), ("mse", lambda x: x**2 / 2), ("low_var_kl", lambda x: x.exp() - x - 1)]
 )
-def test_kl_in_the_reward_is_taken_off_every_generated_token(
+def test_kl_in_the_reward_is_subtracted_from_every_generated_token(
     episodes: list[AdvantageInputs], kind: str, estimate: Any
 ) -> None:
     actor, reference, step = Table(), Table(seed=1), step_of(SAMPLES)
@@ -167,7 +167,7 @@ def test_an_adaptive_weight_of_the_kl_moves_and_is_in_the_checkpoint(tmp_path: A
 
 
 @pytest.mark.parametrize("before", [None, KlController(0.5)])
-def test_a_weight_of_the_kl_that_does_not_steer_itself_is_that_of_the_settings(
+def test_a_constant_kl_coefficient_comes_from_the_settings_after_a_resume(
     before: KlController | None, tmp_path: Any
 ) -> None:
     def policy(controller: KlController | None) -> PolicyTrainer:
@@ -178,7 +178,9 @@ def test_a_weight_of_the_kl_that_does_not_steer_itself_is_that_of_the_settings(
 
 
 @pytest.mark.parametrize("contents", [("model",), ("optimizer",), ("extra",), ("model", "extra"), ()])
-def test_a_checkpoint_holds_and_gives_back_what_is_asked_for(contents: tuple[str, ...], tmp_path: Any) -> None:
+def test_save_contents_and_load_contents_select_what_is_saved_and_loaded(
+    contents: tuple[str, ...], tmp_path: Any
+) -> None:
     step, saved, fresh = step_of(SAMPLES), PolicyTrainer(Table()), PolicyTrainer(Table(seed=3))
     step.run(saved)
     chosen = {"actor": contents}
@@ -243,7 +245,7 @@ def test_an_estimator_of_the_user_that_gives_returns_trains_a_critic() -> None:
 
 
 @pytest.mark.usefixtures("custom_functions")
-def test_a_critic_beside_an_estimator_that_gives_no_returns_is_refused_with_a_fix() -> None:
+def test_a_critic_with_an_estimator_without_returns_is_refused_with_a_fix() -> None:
     step = step_of(SAMPLES, **CRITIC_SIZES)
     with pytest.raises(ConfigError, match=r"doubled returned advantages but no returns .* critic.enable=false"):
         step.run(PolicyTrainer(Table(), AlgorithmSettings("mine_of_this_test:doubled"), critic=critic()))
@@ -251,7 +253,7 @@ def test_a_critic_beside_an_estimator_that_gives_no_returns_is_refused_with_a_fi
 
 @pytest.mark.usefixtures("custom_functions")
 @pytest.mark.parametrize("name", ["plain", "clipped"])
-def test_a_loss_of_the_user_trains_like_the_shipped_one_of_the_same_formula(name: str) -> None:
+def test_a_custom_loss_trains_like_the_built_in_one_of_the_same_formula(name: str) -> None:
     custom, shipped, step = Table(), Table(), step_of(SAMPLES, prompts=1)
     metrics = step.run(PolicyTrainer(custom, AlgorithmSettings(loss_mode=f"mine_of_this_test:{name}")))
     step.run(PolicyTrainer(shipped, AlgorithmSettings(loss_mode="gpg")))
@@ -269,7 +271,7 @@ def test_a_loss_of_the_user_trains_like_the_shipped_one_of_the_same_formula(name
         ("mine_of_this_test:NUMBER", "'mine_of_this_test:NUMBER' is int, it must be a function"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_refused_before_the_first_step(name: str, message: str) -> None:
+def test_a_function_that_does_not_exist_is_refused_before_the_first_step(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.adv_estimator: {message}"):
         PolicyTrainer(Table(), AlgorithmSettings(name))
     with pytest.raises(ConfigError, match=f"actor_rollout_ref.actor.policy_loss.loss_mode: {message}"):
@@ -291,7 +293,7 @@ def test_a_rank_without_samples_prepares_and_updates_nothing() -> None:
         assert torch.equal(actor.table, actor.before[0])
 
 
-def test_what_was_prepared_is_forgotten_after_the_update() -> None:
+def test_the_batch_is_released_after_the_update() -> None:
     policy, step = PolicyTrainer(Table()), step_of(SAMPLES)
     policy.prepare(step.samples, step.plan)
     states = copy.deepcopy(policy.states())

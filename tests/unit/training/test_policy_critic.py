@@ -58,7 +58,7 @@ def test_values_become_advantages_and_the_returns_that_the_critic_is_trained_to(
     assert {"critic/vf_loss", "critic/grad_norm", "critic/lr", "critic/skipped_steps"} <= metrics.keys()
 
 
-def test_the_critic_comes_to_know_the_returns() -> None:
+def test_the_critic_learns_the_returns() -> None:
     step = step_of(SAMPLES, critic=BatchSizes(1, 1, None, epochs=2))
     policy = PolicyTrainer(Table(lr=1e-6), AlgorithmSettings("gae"), critic=critic())
     results = [step.run(policy) for _ in range(25)]
@@ -97,7 +97,7 @@ def test_the_warm_up_of_the_critic_goes_on_where_it_was_saved(tmp_path: Any) -> 
 # Greedy baselines
 
 
-def test_remax_takes_the_score_of_the_greedy_answer_off() -> None:
+def test_remax_subtracts_the_score_of_the_greedy_response() -> None:
     samples = [replace(one, baseline=0.5 if one.group == 0 else -1.0) for one in SAMPLES]
     actor, step = Table(), step_of(samples)
     step.run(PolicyTrainer(actor, AlgorithmSettings("remax")))
@@ -106,7 +106,7 @@ def test_remax_takes_the_score_of_the_greedy_answer_off() -> None:
         assert advantages[tuple(one.tokens)] == [one.score - one.baseline] * int(one.mask.sum())
 
 
-def test_remax_without_greedy_answers_says_what_is_missing() -> None:
+def test_remax_without_greedy_responses_names_what_is_missing() -> None:
     samples = [replace(one, baseline=0.5 if one.group == 0 else None) for one in SAMPLES]
     step = step_of(samples)
     with pytest.raises(ValueError, match="no greedy baseline; run a greedy episode"):

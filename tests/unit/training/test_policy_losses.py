@@ -45,7 +45,7 @@ def test_the_new_policy_does_not_depend_on_the_micro_batches(loss_mode: str, pro
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
-def test_kl_cov_holds_the_tokens_that_have_the_largest_covariance_now(prompts: int) -> None:
+def test_kl_cov_penalizes_the_tokens_with_the_largest_current_covariance(prompts: int) -> None:
     actor = Table(lr=0.5)
     step = step_of(with_rollout_logprobs(SAMPLES, actor), prompts=prompts)
     metrics = step.run(PolicyTrainer(actor, algorithm_of("kl_cov")))
@@ -62,7 +62,7 @@ def test_kl_cov_holds_the_tokens_that_have_the_largest_covariance_now(prompts: i
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
-def test_clip_cov_takes_the_gradient_of_a_share_of_all_tokens(prompts: int) -> None:
+def test_clip_cov_removes_the_gradient_of_a_share_of_all_tokens(prompts: int) -> None:
     samples = [
         sample(g, "".join(chr(97 + (g * 7 + k) % 16) for k in range(3)) + w, float(w < "H"))
         for g in range(40)
@@ -136,7 +136,7 @@ def test_the_gradient_of_dpo_is_that_of_its_formula() -> None:
     assert metrics["actor/grad_norm"] == pytest.approx(float(table.grad.norm()), rel=1e-4)
 
 
-def test_an_answer_without_a_pair_is_left_alone() -> None:
+def test_a_response_without_a_pair_is_not_trained() -> None:
     actor, step = Table(), step_of(PAIRS)
     step.run(PolicyTrainer(actor, algorithm_of("dpo"), reference=Table()))
     batch = actor.seen[0]
@@ -145,7 +145,7 @@ def test_an_answer_without_a_pair_is_left_alone() -> None:
     assert trained[tuple(PAIRS[4].tokens)]
 
 
-def test_dpo_on_groups_without_a_difference_moves_nothing_and_says_so() -> None:
+def test_dpo_skips_groups_with_equal_scores_and_reports_no_pairs() -> None:
     actor, step = Table(), step_of([replace(one, score=1.0) for one in PAIRS])
     metrics = step.run(PolicyTrainer(actor, algorithm_of("dpo"), reference=Table(seed=1)))
     assert torch.equal(actor.table, actor.before[0])

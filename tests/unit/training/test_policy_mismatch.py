@@ -94,7 +94,7 @@ def test_a_weight_of_one_changes_nothing() -> None:
     torch.testing.assert_close(actor.table, plain.table, atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_rejected_is_left_out_for_the_policy_and_still_counts_for_baselines() -> None:
+def test_rejected_tokens_are_dropped_for_the_policy_and_still_count_in_baselines() -> None:
     actor, plain = Table(), Table()
     samples = with_rollout_logprobs(SAMPLES, actor, {0: 1.0, 5: -0.5})  # exp(3) and exp(-0.5): one out, one in
     step = step_of(samples)

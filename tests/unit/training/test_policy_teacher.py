@@ -88,7 +88,7 @@ def test_a_teacher_adds_to_the_advantages_of_rewards() -> None:
 
 
 @pytest.mark.parametrize("mode", ["reward", "loss"])
-def test_the_policy_comes_to_the_teacher(mode: str) -> None:
+def test_the_policy_converges_to_the_teacher(mode: str) -> None:
     actor, teacher, step = Table(lr=0.3), Table(seed=1), step_of(SAMPLES, micro=2)
     policy = PolicyTrainer(actor, AlgorithmSettings("no_rewards", distillation=Distillation(mode)), teacher=teacher)
     results = [abs(step.run(policy)["actor/distillation_kl"]) for _ in range(12)]
@@ -165,7 +165,7 @@ def test_a_teacher_with_its_own_prompts_judges_the_same_tokens(micro: int) -> No
 
 
 @pytest.mark.parametrize("micro", [1, 3, 9])
-def test_the_exact_kl_to_a_teacher_with_its_own_prompts_leaves_out_what_the_policy_leaves_out(micro: int) -> None:
+def test_tokens_dropped_for_the_policy_are_dropped_in_the_exact_kl_to_the_teacher(micro: int) -> None:
     actor, teacher, step = Table(), Table(seed=1), step_of(TAUGHT, micro=micro)
     algorithm = AlgorithmSettings("no_rewards", mask_truncated=True, distillation=Distillation("loss"))
     start = actor.table.detach().clone().requires_grad_()

@@ -79,7 +79,7 @@ def test_the_trace_of_a_chosen_step_has_its_phases_operators_and_allocations(
     assert any(str(folder / "global_step_2") in line for line in console.messages)
 
 
-def test_a_rank_that_is_not_chosen_records_nothing(workers: PolicyGroup, tmp_path: Path) -> None:
+def test_a_rank_that_is_not_profiled_records_nothing(workers: PolicyGroup, tmp_path: Path) -> None:
     settings = ProfileSettings(str(tmp_path / "profiles"), ("torch",), frozenset({1}))
     asyncio.run(train(workers, RunProfiler(workers, frozenset({1}), settings, RecordingConsole()), steps=1))
     assert not (tmp_path / "profiles").exists()
@@ -109,7 +109,7 @@ def test_nsys_runs_the_chosen_ranks_and_records_the_chosen_steps() -> None:
     assert options[3]["capture-range-end"] == "repeat:2"
 
 
-def test_a_process_under_nsys_is_given_to_ray_as_its_runtime_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nsys_options_are_in_the_runtime_environment_of_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
     class Actor:

@@ -1,4 +1,4 @@
-"""Routers of mixtures: a given choice is used, with the weights and gradients of the current router."""
+"""Routers of MoE models: a given choice is used, with the weights and gradients of the current router."""
 
 from contextlib import contextmanager
 from dataclasses import replace

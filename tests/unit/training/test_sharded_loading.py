@@ -115,7 +115,7 @@ def test_only_the_head_of_tied_weights_may_be_stored(tmp_path, monkeypatch):
     assert torch.equal(model.hf.model.embed_tokens.weight, embeddings)
 
 
-def test_a_model_that_lacks_a_weight_is_left_to_transformers(tmp_path, monkeypatch):
+def test_a_model_that_lacks_a_weight_is_loaded_whole(tmp_path, monkeypatch):
     path = save_qwen2(tmp_path)
     edit_weights(path, model__norm__weight=None)
     assert torch.equal(load_packed(str(path), dtype=torch.float32).hf.model.norm.weight, torch.ones(64))
@@ -139,7 +139,7 @@ def test_weights_that_do_not_fit_the_configuration_are_named(tmp_path):
         load_packed(str(path), dtype=torch.float32)
 
 
-def test_tensors_that_the_model_has_no_place_for_are_named(tmp_path, caplog):
+def test_unused_tensors_of_a_checkpoint_are_named(tmp_path, caplog):
     path = save_qwen2(tmp_path)
     edit_weights(path, model__layers__7__extra=torch.ones(3))
     with caplog.at_level(logging.WARNING):
@@ -186,7 +186,7 @@ def test_rows_of_a_transposed_tensor_are_its_columns():
     assert cut(stored, 6, 4, 9) is None
 
 
-def test_adjacent_rows_meet():
+def test_slices_of_adjacent_rows_share_no_row():
     stored = StoredTensor("file", "key", shape=(10, 4), strides=(4, 1), offset=0)
     parts = [cut(stored, 4, *rows) for rows in pairwise((0, 3, 6, 9, 10))]
     assert [(part.index[0].start, part.index[0].stop) for part in parts] == [(0, 3), (3, 6), (6, 9), (9, 10)]

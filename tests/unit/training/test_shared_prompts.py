@@ -185,7 +185,7 @@ def folder(tmp_path_factory):
     init_process_group(0, 1, "127.0.0.1", free_port())
     folder = tmp_path_factory.mktemp("models")
     save_family("Qwen2", folder / "dense")
-    save_family("Qwen3-MoE", folder / "mixture")
+    save_family("Qwen3-MoE", folder / "moe")
     yield folder
     dist.destroy_process_group()
 
@@ -239,7 +239,7 @@ def test_a_critic_and_the_last_layer_of_a_reference_share_prompts(folder):
 
 @pytest.mark.parametrize("settings", [{"router_replay": True}, {"router_aux_loss_coef": 0.5}], ids=str)
 def test_routers_replay_and_balance_as_with_whole_sequences(folder, settings):
-    path, batch = str(folder / "mixture"), make_batch()
+    path, batch = str(folder / "moe"), make_batch()
     plain, sharing = (Recorder(FsdpSettings(path, shared_prompts=on, **settings)) for on in (False, True))
     [own], [recorded] = plain.forward([batch]), sharing.forward([batch])
     assert torch.equal(recorded.routed_experts, own.routed_experts)

@@ -104,7 +104,7 @@ def test_the_head_of_a_classifier_of_one_label_is_taken_over(tmp_path, kind):
     assert values_of(model, mini_batch()).any()
 
 
-def test_a_head_of_more_labels_is_no_value(tmp_path):
+def test_a_head_with_several_labels_is_not_used_as_value_head(tmp_path):
     path = saved(tmp_path, tiny_qwen2(), transformers.AutoModelForSequenceClassification, num_labels=3)
     assert not values_of(load_packed(path, dtype=torch.float32, head="value"), mini_batch()).any()
 
