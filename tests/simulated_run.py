@@ -21,13 +21,13 @@ from simulated_engines import DEVICE, LONGEST_S, TRAINING, Process, SimulatedEng
 from simulated_scenario import Scenario
 
 from verl.cluster.monitor import Endpoint, wait_for_loss
+from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.data.samplers import PromptStream, SequentialSampler
 from verl.errors import DivergenceError, EngineError, ProcessLostError, StorageError, VerlError, WeightSyncError
 from verl.rollout.membership import EngineMembership, EngineView
 from verl.rollout.replica_pool import MAX_LOSSES, EnginePool, Request
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
-from verl.trainer.buffer.signal import SignalFilter
 from verl.types import Completion, SampleHandle, SamplingParams
 from verl.weights.sync import HostTransport, Probe, WeightSync
 
@@ -437,7 +437,9 @@ class _World:
             stream,
             scenario.batch,
             max_staleness=scenario.max_staleness,
-            signal=SignalFilter("score", scenario.max_batches) if scenario.dynamic else None,
+            signal=FilterGroupsConfig(metric="score", max_num_gen_batches=scenario.max_batches)
+            if scenario.dynamic
+            else None,
         )
         try:
             await self.weight_sync.sync(version)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -16,9 +15,6 @@ from verl.sft.examples import Example, RankBatch
 from verl.sft.worker import SFTWorkerGroup
 from verl.tracking.metrics import Metrics, resident_gib, timer
 from verl.trainer.train_loop import Validation
-
-SplitBatch = Callable[[Sequence[Example]], list[RankBatch]]
-"""A batch -> the part of every rank."""
 
 
 def split_batch(examples: Sequence[Example], ranks: int, limit: MicroBatchLimit) -> list[RankBatch]:
@@ -32,12 +28,8 @@ def split_batch(examples: Sequence[Example], ranks: int, limit: MicroBatchLimit)
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """The batches of all ranks, and metrics of them."""
-
-    rank_batches: list[RankBatch]
-    metrics: dict[str, float]
+StepBatch = tuple[list[RankBatch], dict[str, float]]
+"""The batches of all ranks, and their metrics."""
 
 
 class SFTDataLoader:
@@ -51,7 +43,7 @@ class SFTDataLoader:
         dataset: ExampleDataset,
         order: Sampler,
         batch: int,
-        split: SplitBatch,
+        split: Callable[[Sequence[Example]], list[RankBatch]],
         *,
         start: int = 0,
         version: int = 0,
@@ -100,7 +92,7 @@ class SFTDataLoader:
             "plan/imbalance": max(tokens) * len(tokens) / max(sum(tokens), 1),
             "plan/micro_batches": len(rank_batches[0]),
         }
-        return StepBatch(rank_batches, {name: float(value) for name, value in metrics.items()})
+        return rank_batches, {name: float(value) for name, value in metrics.items()}
 
 
 class SFTTrainer:
@@ -117,15 +109,17 @@ class SFTTrainer:
         times = Metrics()
         with timer(times, "step"):
             with timer(times, "data"):
-                batch = await self.loader.take(version)  # read, tokenized and split during the previous step
+                rank_batches, metrics = await self.loader.take(
+                    version
+                )  # read, tokenized and split during the previous step
             with timer(times, "update"):
-                update = await self.model.update(batch.rank_batches)
+                update = await self.model.update(rank_batches)
         whole = {
             "data/position": self.loader.position(version + 1),
-            "perf/throughput": batch.metrics["plan/tokens"] / times["timing_s/step"],
+            "perf/throughput": metrics["plan/tokens"] / times["timing_s/step"],
             "perf/controller_rss_gib": resident_gib(),
         }
-        return Metrics.merge(batch.metrics, update, times, whole)
+        return Metrics.merge(metrics, update, times, whole)
 
     async def diagnose(self, metrics: Metrics, version: int) -> list[str]:
         if not metrics.get("train/skipped_steps"):

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.data.adaptive import SAMPLERS, AdaptiveSampler, DifficultySampler, ReplaySampler
 from verl.data.samplers import PromptStream
 from verl.errors import ConfigError, DataError
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
-from verl.trainer.buffer.signal import SignalFilter
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -67,7 +67,7 @@ class Run:
             stream,
             batch,
             max_staleness=staleness,
-            signal=SignalFilter("score", 3) if is_dynamic else None,
+            signal=FilterGroupsConfig(metric="score", max_num_gen_batches=3) if is_dynamic else None,
         )
 
     async def run_group(self, position: int, row: int) -> list[SampleHandle]:

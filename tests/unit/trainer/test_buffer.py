@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.data.samplers import PromptStream, SequentialSampler
 from verl.errors import DataError, ProcessLostError, RewardError, WeightSyncError
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
-from verl.trainer.buffer.signal import SignalFilter
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -187,7 +187,7 @@ def test_a_run_with_dropped_prompts_equals_a_run_on_data_without_them(
             return [SampleHandle(None, number, 4, 2, score, version) for score in scores]
 
         def buffer(order: PromptStream) -> EpisodeBuffer:
-            signal = SignalFilter("score", max_batches) if dynamic else None
+            signal = FilterGroupsConfig(metric="score", max_num_gen_batches=max_batches) if dynamic else None
             return EpisodeBuffer(episode, order, batch, max_staleness=staleness, signal=signal)
 
         feed = buffer(PromptStream(SequentialSampler(3000)))

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.data.samplers import PromptStream, SequentialSampler
 from verl.errors import ConfigError, RewardError, VerlError
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
-from verl.trainer.buffer.signal import SignalFilter, group_has_signal
+from verl.trainer.buffer.signal import group_has_signal
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -87,7 +88,7 @@ def test_takes_follow_the_stream_within_the_bound_also_after_a_resume(
             stream,
             batch,
             max_staleness=staleness,
-            signal=SignalFilter("score", max_batches),
+            signal=FilterGroupsConfig(metric="score", max_num_gen_batches=max_batches),
         )
 
     async def run() -> None:
@@ -142,7 +143,12 @@ async def test_a_replacement_starts_while_others_still_run() -> None:
             await others.wait()
         return group_of(position, [0.0, 0.0] if position == 0 else [0.0, 1.0])
 
-    buffer = EpisodeBuffer(run_group, PromptStream(SequentialSampler(9)), 2, signal=SignalFilter("score"))
+    buffer = EpisodeBuffer(
+        run_group,
+        PromptStream(SequentialSampler(9)),
+        2,
+        signal=FilterGroupsConfig(metric="score", max_num_gen_batches=0),
+    )
     buffer.advance(0)
     taking = asyncio.ensure_future(buffer.take(2))
     for _ in range(5):
@@ -164,7 +170,12 @@ async def test_rejected_samples_are_released_from_the_object_store_at_once() -> 
         stored.update(sample.ref for sample in samples)
         return samples
 
-    buffer = EpisodeBuffer(run_group, PromptStream(SequentialSampler(9)), 2, signal=SignalFilter("score"))
+    buffer = EpisodeBuffer(
+        run_group,
+        PromptStream(SequentialSampler(9)),
+        2,
+        signal=FilterGroupsConfig(metric="score", max_num_gen_batches=0),
+    )
     buffer.advance(0)
     for _ in range(10):
         await asyncio.sleep(0)
@@ -174,7 +185,12 @@ async def test_rejected_samples_are_released_from_the_object_store_at_once() -> 
 
 async def test_a_smaller_batch_comes_with_a_warning_and_a_full_one_without() -> None:
     world = World([True, False, False, False], 0)
-    buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2, signal=SignalFilter("score", 2))
+    buffer = EpisodeBuffer(
+        world.run_group,
+        PromptStream(SequentialSampler(9)),
+        2,
+        signal=FilterGroupsConfig(metric="score", max_num_gen_batches=2),
+    )
     buffer.advance(0)
     assert groups(await buffer.take(2)) == [0]
     [words] = buffer.warnings
@@ -200,7 +216,7 @@ async def test_a_long_search_warns_at_increasing_intervals() -> None:
         world.run_group,
         PromptStream(SequentialSampler(9)),
         2,
-        signal=SignalFilter("score"),
+        signal=FilterGroupsConfig(metric="score", max_num_gen_batches=0),
         warn=lambda text: said.append(text),
     )
     buffer.advance(0)
@@ -219,7 +235,12 @@ async def test_without_dynamic_sampling_nothing_is_dropped_or_counted() -> None:
 
 async def test_an_error_of_the_signal_filter_fails_the_take() -> None:
     world = World([True], 0)
-    buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2, signal=SignalFilter("words"))
+    buffer = EpisodeBuffer(
+        world.run_group,
+        PromptStream(SequentialSampler(9)),
+        2,
+        signal=FilterGroupsConfig(metric="words", max_num_gen_batches=0),
+    )
     buffer.advance(0)
     with pytest.raises(VerlError, match=r"filter_groups\.metric=words"):
         await buffer.take(2)

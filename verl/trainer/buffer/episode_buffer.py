@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.data.samplers import PromptStream
 from verl.errors import ConfigError, WeightSyncError
 from verl.trainer.buffer.admission import Admission
 from verl.trainer.buffer.groups import Group
 from verl.trainer.buffer.report import Take
 from verl.trainer.buffer.selection import InOrder, Selection
-from verl.trainer.buffer.signal import SignalFilter, get_raw_score, group_has_signal
+from verl.trainer.buffer.signal import get_raw_score, group_has_signal
 from verl.types import SampleHandle
 
 RunGroup = Callable[[int, int], Awaitable[list[SampleHandle] | None]]
@@ -45,7 +46,7 @@ class EpisodeBuffer:
         batch: int,
         *,
         max_staleness: int = 0,
-        signal: SignalFilter | None = None,
+        signal: FilterGroupsConfig | None = None,
         selection: Selection | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -58,7 +59,7 @@ class EpisodeBuffer:
             )
         self._run_group, self._stream, self.batch, self._max_staleness = run_group, stream, batch, max_staleness
         self._signal, self._selection, self._warn = signal, selection or InOrder(), warn
-        max_batches = 0 if signal is None else signal.max_batches
+        max_batches = 0 if signal is None else signal.max_num_gen_batches
         self._admission = Admission(batch, run_ahead=max_staleness, max_batches=max_batches)
         self._groups: dict[int, Group] = {}  # by position: started and not taken
         self._version = 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 
+from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.errors import DataError, ProcessLostError, RewardError
 from verl.trainer.buffer.groups import Group
-from verl.trainer.buffer.signal import SignalFilter
 
 MAX_DROPPED = 100  # prompts for each one of a batch; with more the data does not fit the settings
 LONG_SEARCH = 10  # batches without enough groups that have signal, before the first warning
@@ -25,9 +25,9 @@ class Take:
     `warn` is called while a search lasts; `metrics` and `warnings` are complete after `finish`.
     """
 
-    def __init__(self, count: int, signal: SignalFilter | None, warn: Callable[[str], None]) -> None:
+    def __init__(self, count: int, signal: FilterGroupsConfig | None, warn: Callable[[str], None]) -> None:
         self.count, self._signal, self._warn = count, signal, warn
-        self._bound = count * signal.max_batches if signal and signal.max_batches else sys.maxsize
+        self._bound = count * signal.max_num_gen_batches if signal and signal.max_num_gen_batches else sys.maxsize
         self._next_warning = LONG_SEARCH * count
         self.selected: list[Group] = []  # all, in the order of the selection
         self.trained: list[Group] = []

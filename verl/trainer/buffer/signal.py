@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from verl.errors import ConfigError
 from verl.types import SampleHandle
 
 _SCORE_NAMES = ("score", "seq_reward", "acc")  # acc: also of rewards that return only a number
-
-
-@dataclass(frozen=True, slots=True)
-class SignalFilter:
-    """The settings of dynamic sampling.
-
-    A step looks at no more than `max_batches` times as many groups as it needs; 0 means no bound.
-    """
-
-    metric: str = "score"
-    max_batches: int = 0
 
 
 def group_has_signal(samples: Sequence[SampleHandle], metric: str) -> bool:

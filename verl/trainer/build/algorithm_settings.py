@@ -20,7 +20,7 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
     """Return the algorithm that the train workers run."""
     algorithm, actor, critic = config.algorithm, config.actor_rollout_ref.actor, config.critic
     loss, correction, kl = actor.policy_loss, algorithm.rollout_correction, algorithm.kl_ctrl
-    low, high = actor.clip_range
+    (low, high), teacher = actor.clip_range, config.distillation
     return AlgorithmSettings(
         estimator=_estimator(config),
         estimator_options=EstimatorOptions(
@@ -44,7 +44,9 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
         if algorithm.use_kl_in_reward
         else None,
         reward_kl_type=algorithm.kl_penalty,
-        distillation=_distillation(config) if config.distillation.enable else None,
+        distillation=Distillation(teacher.mode, teacher.coef, teacher.log_prob_min_clamp, teacher.loss_max_clamp)
+        if teacher.enable
+        else None,
         correction=Correction(
             weigh=correction.rollout_is,
             threshold=correction.rollout_is_threshold,
@@ -63,11 +65,6 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
         ref_update_ratio=config.trainer.ref_update_ratio,
         prime_beta=config.reward.prime.beta,
     )
-
-
-def _distillation(config: Config) -> Distillation:
-    settings = config.distillation
-    return Distillation(settings.mode, settings.coef, settings.log_prob_min_clamp, settings.loss_max_clamp)
 
 
 def _estimator(config: Config) -> str:

@@ -28,7 +28,6 @@ from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
-from verl.trainer.buffer.signal import SignalFilter
 from verl.trainer.build.algorithm_settings import algorithm_settings
 from verl.trainer.build.data import RunData, read_data
 from verl.trainer.build.placement import place_engines, place_reward_models
@@ -198,7 +197,7 @@ class RLBuilder(RunBuilder[Config]):
             stream,
             self.config.data.train_batch_size,
             max_staleness=self.config.trainer.max_staleness,
-            signal=SignalFilter(dynamic.metric, dynamic.max_num_gen_batches) if dynamic.enable else None,
+            signal=dynamic if dynamic.enable else None,
             warn=self.console.advice,
         )
         self._closing.push_async_callback(buffer.close)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,13 +46,6 @@ from verl.training.profiler import span
 from verl.types import Sample
 
 
-class _ExtraOutputs(NamedTuple):
-    """Results [T] of the policy's forward pass that only advantages need: exact KL, sums of squared probabilities."""
-
-    kl: Tensor | None = None
-    squares: Tensor | None = None
-
-
 class PolicyTrainer:
     """Trains a policy with an algorithm, and with the other models that it needs.
 
@@ -84,8 +77,8 @@ class PolicyTrainer:
     @span("prepare")
     def prepare(self, samples: Sequence[Sample], plan: RankPlan) -> dict[str, float]:
         """Compute log-probs, values, rewards and advantages of this rank's samples, and keep them for `update`."""
-        batch, extra = self._run_models(FlatBatch.from_samples(samples), plan)
-        self._inputs, metrics = self._compute_rewards(batch, plan, extra)
+        batch, kl, squares = self._run_models(FlatBatch.from_samples(samples), plan)
+        self._inputs, metrics = self._compute_rewards(batch, plan, kl, squares)
         if self.prime is not None:
             process, process_metrics = self.prime.train_and_score(batch, plan)
             self._inputs, metrics = replace(self._inputs, process=process), metrics | process_metrics
@@ -153,8 +146,11 @@ class PolicyTrainer:
         engines = {"actor": self.actor, "critic": self.critic, "process": prime, "reference": reference}
         return {folder: engine for folder, engine in engines.items() if isinstance(engine, TrainEngine)}
 
-    def _run_models(self, batch: FlatBatch, plan: RankPlan) -> tuple[FlatBatch, _ExtraOutputs]:
-        """Add log-probs and values to a batch; also return what only the advantages need."""
+    def _run_models(self, batch: FlatBatch, plan: RankPlan) -> tuple[FlatBatch, Tensor | None, Tensor | None]:
+        """Add log-probs and values to a batch.
+
+        Also return what only the advantages need: the exact KL and the sums of squared probabilities, both [T].
+        """
         cuts = plan.forward
         exact = self.reference if self._reward_kl is not None and self.algorithm.reward_kl_type == EXACT_KL else None
         outputs: list[ModelOutput] = []
@@ -181,13 +177,11 @@ class PolicyTrainer:
             return restore_order(batch, cuts, [part for part in parts if part is not None])
 
         uses_squares = self._uses_squares and not self.algorithm.correction.bypass
-        return batch, _ExtraOutputs(
-            kl=None if exact is None else restore(output.kl for output in outputs),
-            squares=restore(output.sum_pi_squared for output in outputs) if uses_squares else None,
-        )
+        kl = None if exact is None else restore(output.kl for output in outputs)
+        return batch, kl, restore(output.sum_pi_squared for output in outputs) if uses_squares else None
 
     def _compute_rewards(
-        self, batch: FlatBatch, plan: RankPlan, extra: _ExtraOutputs
+        self, batch: FlatBatch, plan: RankPlan, kl: Tensor | None, squares: Tensor | None
     ) -> tuple[AdvantageInputs, dict[str, float]]:
         """Put rewards of turns on their last tokens and the rest of each score on the last generated token.
 
@@ -200,7 +194,7 @@ class PolicyTrainer:
             turns = batch.turn_rewards.double()
             rewards[indices] -= segment_sum(turns, batch.offsets)[sequences]
             rewards += turns
-        penalty, kl = torch.zeros_like(rewards), extra.kl
+        penalty = torch.zeros_like(rewards)
         if self._reward_kl is not None:
             kind = self.algorithm.reward_kl_type
             kl = _estimate_kl(batch, batch.ref_logprobs, kind) if kl is None else kl.double() * batch.mask
@@ -219,7 +213,7 @@ class PolicyTrainer:
             values=None if batch.values is None else batch.values.double(),
             baselines=None if plan.baselines is None else torch.from_numpy(plan.baselines),
             logprobs=None if batch.old_logprobs is None else batch.old_logprobs.double(),
-            sum_pi_squared=None if extra.squares is None else extra.squares.double(),
+            sum_pi_squared=None if squares is None else squares.double(),
             importance=self._weigh_samples(batch),
             components={name: torch.from_numpy(values) for name, values in plan.components.items()},
             episodes=torch.from_numpy(plan.indices),
