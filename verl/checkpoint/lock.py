@@ -18,7 +18,7 @@ from verl.private_files import ForeignFileError, is_private, make_folder, open_p
 LOCK = ".run.lock"
 POLL_S = 1.0
 LOCAL_TIMEOUT_S = 10.0
-"""By then a killed process on this machine has released its lock."""
+"""Longer than a killed process on this machine needs to release its lock."""
 REMOTE_TIMEOUT_S = 120.0
 """A network file system keeps the lock of a dead machine until its lease expires: 90 s for NFS."""
 
@@ -39,7 +39,7 @@ async def run_lock(
     while (lock := await asyncio.to_thread(_open, root, say)) is not None:
         try:
             if not await _acquire(lock, run_id, say, sleep):
-                continue  # its holder has removed the file in the meantime, and others lock a new one
+                continue  # the holder has removed the file, and others lock a new one
             try:
                 yield run_id
             finally:
@@ -99,7 +99,7 @@ class _RunLock:
         return True
 
     def is_current(self) -> bool:
-        """Whether the locked file is still the one that others would open."""
+        """Whether the locked file is still the file that other processes would open."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self.root / LOCK))
         except FileNotFoundError:

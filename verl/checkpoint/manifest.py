@@ -73,7 +73,7 @@ class CheckpointDir:
         return directory
 
     def commit(self, step: int, files: Mapping[str, FileChecksum], trainer: Mapping[str, Any] | None = None) -> None:
-        """Declare `step` complete, with `files` by their paths inside it; it becomes the one to resume from.
+        """Declare `step` complete, with `files` by their paths inside it; `step` becomes the step to resume from.
 
         `trainer` is the state of the trainer itself. If it has a "save_id", `CheckpointError` unless the directory is
         still the one that `begin` made for this save: another run, or this one after a restart, may have replaced it.
@@ -117,13 +117,15 @@ class CheckpointDir:
         return [step for step in self._all() if not find_corruption(self.step_dir(step), checksums=False)]
 
     def resume_candidates(self) -> list[int]:
-        """Return the steps to try, intact or not, newest first, up to the one in the latest file."""
+        """Return the steps to try, intact or not, newest first, up to the step in the latest file."""
         latest = self.read_latest()
         return [step for step in reversed(self._all()) if latest is None or step <= latest]
 
     def newer_steps(self) -> list[int]:
-        """Return the steps after the one in the latest file, intact or not: left from an interrupted save or an older
-        run in this directory, or the user went back. They are not resumed from."""
+        """Return the steps after the step in the latest file, intact or not, which are not resumed from.
+
+        They are left from an interrupted save or an older run in this directory, or the user has rolled back.
+        """
         latest = self.read_latest()
         return [step for step in self._all() if latest is not None and step > latest]
 
@@ -142,7 +144,7 @@ class CheckpointDir:
         )
 
     def prune(self, keep: int | None) -> list[int]:
-        """Delete all complete steps but the newest `keep` up to the one to resume from; returns the deleted ones.
+        """Delete all complete steps but the newest `keep` up to the step to resume from; return the deleted steps.
 
         `newer_steps` neither count nor are deleted. None keeps all.
         """
@@ -177,7 +179,7 @@ class CheckpointDir:
         return sorted(int(step) for step in steps if step.isdecimal())
 
     def _is_leftover(self, step: int) -> bool:
-        """Return whether it is left from an interrupted save or deletion; nothing else is ours to delete."""
+        """Return whether a step is left from an interrupted save or deletion; nothing else may be deleted."""
         inside = {path.name for path in self.step_dir(step).iterdir()}
         return MANIFEST not in inside and (MARK in inside or not inside - {f".{MARK}.draft"})
 

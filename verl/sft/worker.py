@@ -41,7 +41,7 @@ class SFTWorker(BaseTrainWorker):
 
 
 class SFTWorkerGroup(RankGroup):
-    """All ranks as the trainer sees them: one model."""
+    """The client of all ranks of a model."""
 
     worker = SFTWorker
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background, one at a time, and finds the one to resume from."""
+"""Writes checkpoints in the background, one at a time, and finds the checkpoint to resume from."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class RLTrainer:
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
         self.episodes, self.evaluator, self.console = episodes, evaluator, console
         self._diagnosis = Diagnosis()
-        self._weights_version: int | None = None  # of the train workers; None while they change
+        self._weights_version: int | None = None  # version in the train workers; None during an update
 
     async def step(self, version: int) -> Metrics:
         """One RL step: samples of `version` in, weights of `version + 1` in every engine out."""

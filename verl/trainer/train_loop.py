@@ -88,8 +88,8 @@ class TrainLoop(Generic[T_co]):
     ) -> None:
         self.task, self.schedule, self.checkpointer, self.profiler = task, schedule, checkpointer, profiler
         self.tracker, self.console, self.restarts, self.version = tracker, console, restarts, version
-        self._first = version  # what the run has started from
-        self._state: dict[str, Any] | None = None  # of the task, before the step in progress
+        self._first = version  # the version that the run has started from
+        self._state: dict[str, Any] | None = None  # state of the task before the step in progress
 
     async def fit(self, stop: StopController | None = None) -> None:
         """Run from the current version to the end of the schedule, or until `stop` says so.

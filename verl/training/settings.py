@@ -34,12 +34,12 @@ class LoraSettings:
     rank: int
     alpha: int = 16
     targets: str | tuple[str, ...] = ALL_LINEAR
-    seed: int = 0  # of its initial values, the same on every rank
-    path: str | None = None  # directory of an adapter in PEFT's format whose values it starts with, instead
+    seed: int = 0  # for the initial values, which are the same on every rank
+    path: str | None = None  # directory of a PEFT adapter to start from, instead of random values
 
     @property
     def scale(self) -> float:
-        """The factor of the product of its two matrices."""
+        """The factor of the product of the two matrices."""
         return self.alpha / self.rank
 
 
@@ -102,23 +102,23 @@ class EngineSettings:
     weight_decay: float = 0.01
     muon_momentum: float = 0.95
     muon_adjust_lr: str = "match_rms_adamw"
-    stochastic_rounding: bool = False  # of bfloat16 parameters
+    stochastic_rounding: bool = False  # round updates of bfloat16 parameters at random
     grad_clip: float | None = 1.0
     max_skipped_steps: int = 20  # updates in a row whose gradient is not finite
-    param_dtype: str = "float32"  # of stored parameters and optimizer state
-    compute_dtype: str = "float32"  # of the layers; gradients are reduced over ranks in float32
+    param_dtype: str = "float32"  # dtype of stored parameters and optimizer state
+    compute_dtype: str = "float32"  # dtype of the layers; gradients are reduced over ranks in float32
     gradient_checkpointing: bool = False
     expert_parallel_size: int = 1  # ranks over which the experts of an MoE model are distributed
     sequence_parallel_size: int = 1  # ranks that split every sequence between them, and get the same batches
     param_offload: bool = False  # keep weights in host memory while the engine is idle
     optimizer_offload: bool = False  # keep optimizer state there except in optimizer steps
     compile: bool = False  # compile the kernels of log-probs and entropies
-    temperature: float = 1.0  # of the trained distribution
+    temperature: float = 1.0  # sampling temperature of the trained distribution
     logprob_chunk: int | None = None  # positions per chunk of logits
     shared_prompts: bool = False  # compute a prompt once for all sequences of a micro-batch that begin with it
     fp32_lm_head: bool = False  # compute logits in float32, whatever the layers compute in
     router_replay: bool = False  # use the experts given with a batch; forward passes return those used
-    router_aux_loss_coef: float = 0.0  # of the load-balancing loss, for the experts given with a batch
+    router_aux_loss_coef: float = 0.0  # weight of the load-balancing loss, for the experts given with a batch
     device: str = "cpu"
     trust_remote_code: bool = False
 

@@ -147,7 +147,7 @@ async def test_a_run_that_is_asked_to_stop_does_not_restart_after_a_lost_process
 
 
 async def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
-    directory = CheckpointDir(tmp_path).begin(1)  # of an older run
+    directory = CheckpointDir(tmp_path).begin(1)  # left by an older run
     CheckpointDir(tmp_path).commit(1, {"shard": write(directory / "shard", b"old")})
     config = settings(tmp_path, resume_mode="disable", save_freq=1)
     assert await modes_of_two_starts(config, Ranks(commits=False)) == ["disable", "disable"]

@@ -70,7 +70,7 @@ def test_a_window_hides_what_is_further_back(name, tmp_path):
         before = model(tokens, positions, positions > 0, [length], 1.0).logprobs
         tokens[0] = 50
         after = model(tokens, positions, positions > 0, [length], 1.0).logprobs
-    reach = 2 * (WINDOW - 1) + 1  # of two layers, to the state that the next token is drawn from
+    reach = 2 * (WINDOW - 1) + 1  # two layers, up to the state that the next token is drawn from
     assert torch.equal(before[reach + 1 :], after[reach + 1 :])
     assert not torch.equal(before[reach : reach + 1], after[reach : reach + 1])
 

@@ -159,7 +159,7 @@ def test_float32_logits_of_a_tied_head_are_closer_to_float32_training(folder, tm
     assert float((full - exact).abs().mean()) < float((half - exact).abs().mean())
 
 
-SCORES = [1.0, 0.0, 0.5, 2.0, 0.0, 0.25]  # of 3 responses to each of 2 prompts
+SCORES = [1.0, 0.0, 0.5, 2.0, 0.0, 0.25]  # 3 responses to each of 2 prompts
 
 
 def make_samples():

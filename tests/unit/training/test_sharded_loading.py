@@ -179,7 +179,7 @@ def test_slices_of_all_ranks_fill_the_stacked_experts_once(ranks, tmp_path):
 
 
 def test_rows_of_a_transposed_tensor_are_its_columns():
-    stored = StoredTensor("file", "key", shape=(6, 4), strides=(1, 6), offset=0)  # of a parameter [4, 6]
+    stored = StoredTensor("file", "key", shape=(6, 4), strides=(1, 6), offset=0)  # fills a parameter [4, 6]
     part = cut(stored, 6, 1, 3)
     assert part is not None
     assert (part.index, part.shape, part.offset) == ((slice(None), slice(1, 3)), (6, 2), 0)

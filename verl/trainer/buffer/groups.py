@@ -12,8 +12,8 @@ from verl.types import SampleHandle
 class Group:
     """The episodes of one prompt. `task` ends when the other fields have their final values, or raises."""
 
-    position: int  # in the stream of prompts
-    version: int  # of the weights when the group started
+    position: int  # index in the stream of prompts
+    version: int  # version of the weights when the group started
     task: asyncio.Task[None] = field(init=False)
     samples: list[SampleHandle] = field(default_factory=list)
     has_signal: bool = True

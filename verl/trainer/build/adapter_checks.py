@@ -34,7 +34,7 @@ _UNSUPPORTED = {
     "layer_replication": "repeats layers (layer_replication)",
     "fan_in_fan_out": "belongs to transposed weights (fan_in_fan_out)",
 }
-"""Key of adapter_config.json -> what an adapter is if the key is set."""
+"""Key of adapter_config.json -> description of an adapter that sets the key."""
 
 
 def find_adapter_problems(config: Config | SftConfig) -> Iterator[str]:
@@ -60,7 +60,7 @@ def find_adapter_problems(config: Config | SftConfig) -> Iterator[str]:
             f"(PEFT's merge_and_unload), set the path of the model to the result, and remove {source.key}"
         )
     if unsupported:
-        return  # what follows is true of plain adapters
+        return  # the other checks assume a plain adapter
     yield from find_differences(adapter, source)
     linear = _read_linear_shapes(source.model_path)
     yield from _find_shape_problems(adapter, source, linear)
@@ -114,15 +114,15 @@ def _find_shape_problems(
 def _find_target_problems(
     adapter: AdapterFiles, source: AdapterSource, linear: Mapping[str, tuple[int, ...]] | None
 ) -> Iterator[str]:
-    """Yield that the settings select other modules than the adapter has, as far as the modules are known."""
+    """Yield a problem if the settings select other modules than the adapter has, as far as the modules are known."""
     targets, modules = source.peft.target_modules, adapter.modules
     known = modules if linear is None else list(linear)
     selected = {name for name in known if _is_selected(name, targets)}
-    left_out = [name for name in modules if not _is_selected(name, targets)]
+    unselected = [name for name in modules if not _is_selected(name, targets)]
     absent = selected - set(modules)
     suffixes = [] if isinstance(targets, str) else targets
     unused = [suffix for suffix in suffixes if not any(_is_selected(name, [suffix]) for name in modules)]
-    if not (left_out or absent or unused):
+    if not (unselected or absent or unused):
         return
     key, value = f"{source.section}.target_modules", format_value(adapter.targets)
     yield (

@@ -173,7 +173,7 @@ def model_settings(owner: ActorConfig | CriticConfig | SftModelConfig, path: str
 
 
 def lora_settings(peft: PeftConfig, seed: int, path: str | None = None) -> LoraSettings | None:
-    """Return the configured adapter, which starts from the one in `path` if that is given; None without one."""
+    """Return the settings of the adapter, which starts from the adapter in `path` if given; None if none is trained."""
     if peft.lora_rank == 0:
         return None
     targets = peft.target_modules if isinstance(peft.target_modules, str) else tuple(peft.target_modules)

@@ -36,7 +36,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.note = ""  # for the user, about how it was loaded
-        self.sequence_group: SequenceGroup | None = None  # of ranks that share the tokens of a batch
+        self.sequence_group: SequenceGroup | None = None  # the ranks that share the tokens of a batch
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -134,7 +134,7 @@ class PackedCausalLM(PackedModel):
         another model.
         """
         targets = self.find_targets(mask, shared)
-        # A token is predicted from the one before it, in the same sequence.
+        # A token is predicted from the previous token of its sequence.
         previous = self.hidden_states(tokens, positions, lengths, shared, at=targets - 1)
         head = self.hf.get_output_embeddings()
         layer = LastLayer(previous, head.weight, getattr(head, "bias", None), self.scale, self.softcap)
