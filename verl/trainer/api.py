@@ -164,7 +164,8 @@ class _Trainer:
             raise EngineError(_explain_stop(code, loaded.config.trainer.checkpoint_dir))
         result = _read_result(loaded.config.trainer.checkpoint_dir)
         if not isinstance(self.model, str | Path):
-            _load_weights(self.model, result.model_path)
+            trained = type(self.model).from_pretrained(result.model_path, dtype=self.model.dtype)
+            self.model.load_state_dict(trained.state_dict())
         return result
 
     def _load(self, prompts: Prompts) -> LoadedConfig:
@@ -307,11 +308,6 @@ def _save(model: Any, folder: Path) -> str | None:
         return None if model is None else str(model)
     model.save_pretrained(folder)
     return str(folder)
-
-
-def _load_weights(model: PreTrainedModel, path: Path) -> None:
-    trained = type(model).from_pretrained(path, dtype=model.dtype)
-    model.load_state_dict(trained.state_dict())
 
 
 def _count_devices() -> int:

@@ -125,9 +125,10 @@ def _find_target_problems(
     if not (unselected or absent or unused):
         return
     key, value = f"{source.section}.target_modules", format_value(adapter.targets)
+    names = sorted({name.rpartition(".")[2] for name in modules})
     yield (
         f"{key}: {format_value(targets)} does not select the modules of the adapter in {source.path}, which are "
-        f"{list_some(_suffixes(modules), 8, ', ')}; set {key}={value}, or leave it out"
+        f"{list_some(names, 8, ', ')}; set {key}={value}, or leave it out"
     )
 
 
@@ -148,7 +149,3 @@ def _read_linear_shapes(path: str) -> dict[str, tuple[int, ...]] | None:
         return None
     layers = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if re.search(r"\.\d+\.", name)}
     return {name: shape for name, shape in layers.items() if len(shape) == 2} or None
-
-
-def _suffixes(modules: Collection[str]) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name in modules})
