@@ -29,7 +29,6 @@ class SavedAdapter:
 
     @property
     def base(self) -> str:
-        """The path or name of the base model."""
         return str(self.config["base_model_name_or_path"])
 
     @property
@@ -67,7 +66,6 @@ def check_base(current: Mapping[str, str], saved: Mapping[str, str]) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to the adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 

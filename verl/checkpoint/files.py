@@ -71,7 +71,6 @@ def replace(source: Path, target: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory with its parents."""
     with add_path_to_errors(path):
         os.makedirs(path, exist_ok=True)
 
@@ -87,7 +86,6 @@ def sync_directory(path: Path) -> None:
 
 
 def compute_checksum(path: Path) -> FileChecksum:
-    """Read a file and return its checksum."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):

@@ -56,7 +56,6 @@ class CheckpointDir:
         self.save_id = ""  # set by `begin`; pass it to `commit` as part of `trainer`
 
     def step_dir(self, step: int) -> Path:
-        """Return the directory of `step`, whether or not it exists."""
         return self.root / f"{PREFIX}{step}"
 
     def begin(self, step: int) -> Path:
@@ -250,7 +249,6 @@ def _read_manifest(directory: Path) -> dict[str, FileChecksum]:
 
 
 def _seal(contents: Mapping[str, Any]) -> str:
-    """Return the checksum of the manifest's own contents."""
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 

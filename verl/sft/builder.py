@@ -65,7 +65,6 @@ class SFTBuilder(RunBuilder[SftConfig]):
 
 
 def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
-    """Return what every rank is built from."""
     model, contents = config.model, config.checkpoint
     settings = replace(
         model_settings(model, model.path, device),

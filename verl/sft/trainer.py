@@ -33,10 +33,7 @@ StepBatch = tuple[list[RankBatch], dict[str, float]]
 
 
 class SFTDataLoader:
-    """Loads the batch of each step, a function of the step alone; the next one is prepared during training.
-
-    `start` is the position in the order at which the step after `version` begins.
-    """
+    """Loads the batch of each step, a function of the step alone; the next one is prepared during training."""
 
     def __init__(
         self,

@@ -42,7 +42,6 @@ class RestartTracker:
         return {name: float(value) for name, value in counts.items()} if any(counts.values()) else {}
 
     def engine(self, event: EngineEvent) -> None:
-        """Report a change of an engine's state."""
         if event.state is EngineState.READY and event.previous is EngineState.PROBING:
             if event.joins:
                 return self._console.note(f"rollout engine {event.engine_id} has joined after {event.seconds:.0f} s")

@@ -41,7 +41,6 @@ class Admission:
         return self._started < self._limit and position < self._end
 
     def record_started(self, groups: int = 1) -> None:
-        """Count groups that have started."""
         self._started += groups
 
     def record_rejected(self) -> None:

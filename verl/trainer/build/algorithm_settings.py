@@ -17,7 +17,6 @@ from verl.trainer.build.reward_settings import reward_components
 
 
 def algorithm_settings(config: Config) -> AlgorithmSettings:
-    """Return the algorithm that the train workers run."""
     algorithm, actor, critic = config.algorithm, config.actor_rollout_ref.actor, config.critic
     loss, correction, kl = actor.policy_loss, algorithm.rollout_correction, algorithm.kl_ctrl
     (low, high), teacher = actor.clip_range, config.distillation

@@ -208,7 +208,6 @@ def with_optimizer(settings: EngineSettings, section: str, optim: OptimConfig, s
 
 
 def build_planner(config: Config, ranks: int) -> Planner:
-    """Return the planner that splits the samples of a step."""
     actor = config.actor_rollout_ref.actor
     return Planner(
         ranks,
@@ -241,7 +240,6 @@ def episode_settings(
 
 
 def reward_model_settings(config: Config, device: str, index: int) -> RewardModelSettings:
-    """Return the settings of replica `index` of the reward model."""
     model = config.reward.reward_model
     assert model.model_path is not None
     factory = get_rollout_engine(model.rollout.name).reward_model

@@ -194,7 +194,6 @@ class FsdpEngine(TrainEngine[Any]):
             yield peft_name(name), tensor
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full weights without the adapter."""
         for name, tensor in self._gather_weights(lambda name: not is_adapter(name)):
             yield original_name(name), tensor
 

@@ -20,7 +20,6 @@ class FsdpSettings(EngineSettings):
 
     @classmethod
     def from_section(cls, section: Any, model_path: str, device: str) -> Self:
-        """Return the settings of a model from its `fsdp_config`."""
         common, offload_policy = read_common(section, device), device != "cpu" and section.offload_policy
         if offload_policy:
             common |= {"param_offload": False, "optimizer_offload": False}

@@ -15,7 +15,6 @@ from verl.training.settings import EngineSettings
 
 
 def build_optimizer(model: PackedModel, settings: EngineSettings) -> torch.optim.Optimizer:
-    """Return the optimizer of the trainable parameters."""
     options = optimizer_options(settings)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.optimizer == "muon":
@@ -49,7 +48,6 @@ def _hidden_matrices(model: PackedModel) -> set[Tensor]:
 
 
 def optimizer_options(settings: EngineSettings) -> dict[str, Any]:
-    """Return the options of the optimizer that are settings."""
     return {
         "lr": settings.schedule.lr,
         "betas": settings.betas,

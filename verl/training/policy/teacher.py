@@ -35,7 +35,6 @@ class TeacherEngine:
         return moved
 
     def last_layer(self, batch: FlatBatch) -> LastLayer:
-        """Return the last layer at the generated tokens of the batch, for the exact KL."""
         return self._engine.last_layer(get_teacher_batch(batch))._replace(floor=self._floor)
 
     def release(self) -> None:
