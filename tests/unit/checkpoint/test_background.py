@@ -55,7 +55,7 @@ def test_training_goes_on_while_the_copy_is_written(tmp_path, writer, monkeypatc
     assert dict(read_tensors(tmp_path / "global_step_1" / "actor"))["model.a"].equal(torch.ones(4))
 
 
-def test_an_error_is_raised_once_with_the_path_and_leaves_the_former_checkpoint_whole(tmp_path, writer, monkeypatch):
+def test_an_error_is_raised_once_with_the_path_and_the_previous_checkpoint_is_intact(tmp_path, writer, monkeypatch):
     states = {"actor": {"model": {"a": torch.ones(4)}}}
     save(writer, tmp_path, 1, states)
     assert writer.poll(wait=True)

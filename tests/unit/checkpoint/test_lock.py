@@ -1,4 +1,4 @@
-"""One run in a folder."""
+"""The lock on the folder of a run."""
 
 from __future__ import annotations
 

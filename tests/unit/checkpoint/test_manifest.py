@@ -242,7 +242,7 @@ def test_a_manifest_with_paths_outside_of_the_checkpoint_is_damaged(tmp_path, na
     assert "is not inside the checkpoint" in find_corruption(directory)[0]
 
 
-def test_a_checkpoint_under_another_number_is_damaged(tmp_path):
+def test_a_checkpoint_renamed_to_another_step_is_damaged(tmp_path):
     checkpoints = written(tmp_path, 5)
     os.rename(checkpoints.step_dir(5), checkpoints.step_dir(6))
     assert find_corruption(checkpoints.step_dir(6)) == ["ckpt_contents.json is damaged: it belongs to step 5"]

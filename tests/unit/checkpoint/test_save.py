@@ -61,7 +61,7 @@ def test_a_directory_without_metadata_is_an_unfinished_checkpoint(tmp_path):
         load(state(0.0), tmp_path)
 
 
-def test_an_adapter_and_all_weights_are_not_taken_for_each_other(tmp_path):
+def test_adapters_and_full_weights_are_not_confused(tmp_path):
     whole, adapter = {"model": {"w": torch.zeros(2)}}, {"model": {"w.lora_A.default.weight": torch.zeros(2)}}
     adapter["base"] = {"fingerprint": "f", "adapter": "{}"}
     save(whole, tmp_path / "whole")

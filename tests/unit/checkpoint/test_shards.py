@@ -52,7 +52,7 @@ def test_values_that_json_cannot_store_are_refused_by_name(tmp_path):
         save({"extra": {"thing": object()}}, tmp_path)
 
 
-def test_the_sums_are_those_of_the_files(tmp_path):
+def test_checksums_are_those_of_the_files(tmp_path):
     sums = save({"a": torch.randn(5)}, tmp_path)
     assert set(sums) == {path.name for path in tmp_path.iterdir()} == {SHARD, METADATA}
     assert all(compute_checksum(tmp_path / name) == wanted for name, wanted in sums.items())
@@ -91,7 +91,7 @@ def test_bytes_of_code_inside_a_tensor_are_numbers(saved, monkeypatch, tmp_path)
     assert not (tmp_path / "exploded").exists()
 
 
-def test_any_tool_opens_a_shard(saved):
+def test_shards_can_be_opened_with_safetensors(saved):
     tensors = load_file(saved / SHARD)
     assert sorted(tensors) == ["model.a.weight", "model.b"]
     assert tensors["model.a.weight"].equal(torch.arange(12.0).reshape(4, 3))
@@ -148,7 +148,7 @@ def test_a_shard_that_is_missing_is_named(saved):
 
 
 @pytest.mark.parametrize("cut", [1, 48, 200])
-def test_a_shard_that_is_cut_is_named(saved, cut):
+def test_a_truncated_shard_is_named(saved, cut):
     (saved / SHARD).write_bytes((saved / SHARD).read_bytes()[:-cut])
     with pytest.raises(CheckpointError, match=rf"{SHARD}: model\.a\.weight cannot be read"):
         dict(read_tensors(saved))

@@ -1,4 +1,4 @@
-"""Examples of files: all looked at once, each named by its place where it is wrong, and shared out evenly."""
+"""Examples from files: all are read once, a bad row is reported with its location, and batches are balanced."""
 
 from __future__ import annotations
 

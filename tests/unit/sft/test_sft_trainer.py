@@ -1,4 +1,4 @@
-"""The loop of supervised training without processes: what is dealt out, validated, saved and gone on with."""
+"""The loop of supervised fine-tuning without processes: batches, validation, checkpoints and resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An adapter to start from: everything that is wrong with it is reported at once, before anything starts."""
+"""Checks of an adapter to start from: all problems are reported at once, before any process starts."""
 
 from __future__ import annotations
 

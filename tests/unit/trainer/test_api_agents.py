@@ -58,7 +58,7 @@ def test_a_class_is_an_environment_and_a_function_an_agent(tmp_path: Path) -> No
     assert load_function(found[f"{ROLLOUT}.agent.default_agent_loop"], {}, "agent").__name__ == "agent"
 
 
-def test_names_stay_names_and_without_agents_nothing_is_set(tmp_path: Path) -> None:
+def test_import_paths_are_unchanged_and_without_agents_nothing_is_set(tmp_path: Path) -> None:
     found = settings(tmp_path, environment="games:Game")
     assert found[f"{ROLLOUT}.multi_turn.environment"] == "games:Game"
     assert f"{ROLLOUT}.multi_turn.enable" not in settings(tmp_path)

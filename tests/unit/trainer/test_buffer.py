@@ -1,4 +1,4 @@
-"""The buffer starts what the staleness allows, and no more; it hands out in order, and fails loudly."""
+"""The buffer starts groups as far as the staleness allows, returns them in order, and raises the errors of episodes."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Saving as the loop sees it: one at a time, errors at the next call; resuming from the newest whole checkpoint."""
+"""The checkpointer: one save at a time, errors at the next call, and resuming from the newest complete checkpoint."""
 
 from __future__ import annotations
 

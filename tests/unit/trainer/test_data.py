@@ -284,7 +284,7 @@ def test_a_misspelled_folder_lists_what_exists(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_without_a_tokenizer_is_refused_whatever_transformers_makes_of_it(tmp_path: Path, family: str) -> None:
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, family: str) -> None:
     path = save_family(family, tmp_path / "model")
     with pytest.raises(ConfigError, match=r"model\.path=.*: no tokenizer found: "):
         open_tokenizer(ModelConfig(path=path), "model")

@@ -1,4 +1,4 @@
-"""Dynamic sampling: a take follows from the order of the data and from what has signal, never from timing."""
+"""Dynamic sampling: a take depends on the order of the data and on which groups have signal, never on timing."""
 
 import asyncio
 from dataclasses import dataclass, field, replace

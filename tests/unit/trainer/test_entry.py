@@ -1,4 +1,4 @@
-"""From settings to a run: what is decided before any process starts."""
+"""From settings to a run: decisions before any process starts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A run over its restarts: where it begins again after a loss."""
+"""Restarts of a run: which checkpoint it resumes from after a lost process."""
 
 from __future__ import annotations
 

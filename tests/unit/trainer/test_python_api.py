@@ -1,4 +1,4 @@
-"""The Python trainers: what is given becomes settings and files; what they offer is pinned."""
+"""The Python trainers: arguments become settings and files; the public names are pinned."""
 
 import importlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Settings of a reward model reach those who hold it and those who ask it; what is wrong is said at the start."""
+"""Settings of a reward model reach its replicas and their clients; problems are reported at the start."""
 
 import asyncio
 import os

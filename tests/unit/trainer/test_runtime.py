@@ -1,4 +1,4 @@
-"""What every run starts with: what is said before its first step, and what it goes on from."""
+"""The start of a run: notes before its first step, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 

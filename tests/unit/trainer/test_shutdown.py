@@ -1,4 +1,4 @@
-"""Ending before the last step: by SIGTERM, or in time for a deadline."""
+"""Stopping before the last step: on SIGTERM, or before a time limit."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ async def test_a_run_stops_before_its_time_limit() -> None:
     assert stopping.exit_code == OUT_OF_TIME
 
 
-async def test_the_step_that_has_just_ended_counts() -> None:
+async def test_the_last_step_counts_as_the_longest() -> None:
     around, clock = Recorder(), Clock()
     stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
     await Stepping(around, clock, 60, stopping).loop.fit(stopping)

@@ -247,7 +247,7 @@ def test_a_preset_of_the_correction_stands_for_settings_that_others_override(
     assert algorithm_settings(config).correction == expected
 
 
-def test_an_estimator_and_a_loss_of_the_user_go_through_as_they_are() -> None:
+def test_custom_estimators_and_losses_are_passed_on_unchanged() -> None:
     own = ("algorithm.adv_estimator=my.module:best", "actor_rollout_ref.actor.policy_loss.loss_mode=my.module:loss")
     found = algorithm_settings(config_of(*own))
     assert (found.estimator, found.loss_mode) == ("my.module:best", "my.module:loss")

@@ -1,4 +1,4 @@
-"""Loading checks packed log-probs against the model's own: a family that loads is a family that works."""
+"""Loading a model verifies its packed log-probs against those of transformers."""
 
 import pytest
 import torch

@@ -196,7 +196,7 @@ def test_save_contents_and_load_contents_select_what_is_saved_and_loaded(
     assert fresh.actor.step == (1 if "extra" in contents else 0)  # type: ignore[attr-defined]
 
 
-def test_a_fixed_weight_of_the_kl_stays() -> None:
+def test_a_constant_kl_coefficient_does_not_change() -> None:
     step, policy = (
         step_of(SAMPLES),
         PolicyTrainer(Table(), AlgorithmSettings(reward_kl=KlController(0.5)), reference=Table(seed=1)),
@@ -226,7 +226,7 @@ def custom_functions(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("custom_functions")
-def test_an_estimator_of_the_user() -> None:
+def test_a_custom_estimator_is_used() -> None:
     actor, step = Table(), step_of(SAMPLES)
     step.run(PolicyTrainer(actor, AlgorithmSettings("mine_of_this_test:doubled")))
     advantages = by_token(actor.seen[0], actor.seen[0].advantages)
@@ -235,7 +235,7 @@ def test_an_estimator_of_the_user() -> None:
 
 
 @pytest.mark.usefixtures("custom_functions")
-def test_an_estimator_of_the_user_that_gives_returns_trains_a_critic() -> None:
+def test_a_custom_estimator_with_returns_trains_a_critic() -> None:
     valuer, step = critic(), step_of(SAMPLES, **CRITIC_SIZES)
     metrics = step.run(PolicyTrainer(Table(), AlgorithmSettings("mine_of_this_test:with_returns"), critic=valuer))
     returns = by_token(valuer.seen[0], valuer.seen[0].returns)

@@ -1,4 +1,4 @@
-"""Responses that share their prompt get the results and gradients that they have with a prompt of their own."""
+"""Responses that share a prompt get the same results and gradients as with separate prompts."""
 
 import pytest
 import torch
