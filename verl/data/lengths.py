@@ -13,6 +13,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -129,22 +129,19 @@ def measure_lengths(
     `processes`: 0 or 1 measures in this process, None chooses. `folder`: where lengths are cached; None: nowhere.
     """
     cache = LengthCache(folder, column, counter)
-    known: list[Lengths | None] = []
     counts: list[int] = []
-    entries = []
     for file in files:
         counts.append(min(len(file), rows - sum(counts)))
-        entries.append(cache.entry(file.path, counts[-1]))
-        known.append(cache.load(entries[-1], counts[-1]))
-    missing = sum(count for count, lengths in zip(counts, known, strict=True) if lengths is None)
-    result = []
-    with _start_measuring(counter, _choose_processes(processes, missing)) as submit:
-        for file, count, entry, lengths in zip(files, counts, entries, known, strict=True):
-            if lengths is None:
-                lengths = np.concatenate([np.empty(0, np.int32), *_measure_file(file, count, column, submit)])
-                cache.save(entry, file.path, lengths)
-            result.append(lengths)
-    return np.concatenate(result), missing == 0
+    entries = [cache.entry(file.path, count) for file, count in zip(files, counts, strict=True)]
+    result = [cache.load(entry, count) for entry, count in zip(entries, counts, strict=True)]
+    missing = [index for index, lengths in enumerate(result) if lengths is None]
+    missing_rows = sum(counts[k] for k in missing)
+    with _start_measuring(counter, _choose_processes(processes, missing_rows)) as submit:
+        for k in missing:
+            measured = [*_measure_file(files[k], counts[k], column, submit)]
+            result[k] = lengths = np.concatenate([np.empty(0, np.int32), *measured])
+            cache.save(entries[k], files[k].path, lengths)
+    return np.concatenate([lengths for lengths in result if lengths is not None]), not missing_rows
 
 
 def _choose_processes(wanted: int | None, rows: int) -> int:
@@ -186,23 +183,21 @@ Submit = Callable[[ColumnChunk], "Future[Lengths]"]
 @contextmanager
 def _start_measuring(counter: LengthMeasurer, processes: int) -> Iterator[Submit]:
     """Yield a function that measures chunks in some processes, or (0) in a thread of this one."""
+    own = threading.local()  # each thread has a process
+
+    def measure(chunk: ColumnChunk) -> Lengths:
+        if not processes:
+            return counter(chunk)
+        if not hasattr(own, "process"):
+            own.process = closing.enter_context(_Process(counter))
+        return own.process(chunk)
+
     with ExitStack() as closing:
-        idle: SimpleQueue[_Process] = SimpleQueue()
-        for _ in range(processes):
-            idle.put(closing.enter_context(_Process(counter)))
         threads = ThreadPoolExecutor(max(1, processes))
-        closing.callback(threads.shutdown, cancel_futures=True)
-
-        def measure(chunk: ColumnChunk) -> Lengths:
-            if not processes:
-                return counter(chunk)
-            process = idle.get()
-            try:
-                return process(chunk)
-            finally:
-                idle.put(process)
-
-        yield lambda chunk: threads.submit(measure, chunk)
+        try:
+            yield lambda chunk: threads.submit(measure, chunk)
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 class _Process:
@@ -211,13 +206,10 @@ class _Process:
     def __init__(self, counter: LengthMeasurer) -> None:
         # One thread each: several processes with a thread per core would slow each other down.
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "verl.data.lengths"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | environment,
-        )
-        self._first: list[Any] = [counter]  # sent with the first chunk, so that all processes start in parallel
+        command = [sys.executable, "-m", "verl.data.lengths"]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ | environment)
+        self._unsent: list[Any] = [counter]
 
     def __enter__(self) -> _Process:
         return self
@@ -227,14 +219,15 @@ class _Process:
         self._process.communicate()
 
     def __call__(self, chunk: ColumnChunk) -> Lengths:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        source, sink = self._process.stdout, self._process.stdin
+        assert source is not None
+        assert sink is not None
         try:
-            for message in (*self._first, chunk):
-                pickle.dump(message, self._process.stdin)
-            self._first.clear()
-            self._process.stdin.flush()
-            reply = pickle.load(self._process.stdout)
+            for message in (*self._unsent, chunk):
+                pickle.dump(message, sink)
+            self._unsent.clear()
+            sink.flush()
+            reply = pickle.load(source)
         except (OSError, EOFError) as error:
             raise DataError(
                 f"a process that tokenizes prompts ended with exit code {self._process.wait()}; its output is above. "

@@ -7,7 +7,7 @@ Apart from ties, the result does not depend on the order in which samples arrive
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -21,50 +21,8 @@ from verl.types import SampleHandle
 
 EPISODE_METRICS = ("episode/", "tools/")  # prefixes of metrics that do not come from a reward function
 
-Ints = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True)  # without slots, which are slow to pickle
-class RaggedIndices:
-    """Lists of local indices as two arrays: list k is `indices[ends[k-1]:ends[k]]`. Compact to send and to read.
-
-    >>> [part.tolist() for part in RaggedIndices.of([[2, 0], [], [1]])]
-    [[2, 0], [], [1]]
-    """
-
-    indices: Ints
-    ends: Ints
-
-    @classmethod
-    def of(cls, parts: Sequence[Sequence[int]]) -> RaggedIndices:
-        flat = np.fromiter(chain.from_iterable(parts), np.int32)
-        return cls(flat, np.cumsum([len(part) for part in parts], dtype=np.int32))
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, k: int) -> Ints:
-        if not 0 <= k < len(self.ends):
-            raise IndexError(k)
-        return self.indices[self.ends[k - 1] if k else 0 : self.ends[k]]
-
-    def __iter__(self) -> Iterator[Ints]:
-        return (self[k] for k in range(len(self)))
-
-
-@dataclass(frozen=True)  # without slots, which are slow to pickle
-class Updates:
-    """The optimizer steps of one model. Iterating yields the micro-batches of each step, in order."""
-
-    micro_batches: RaggedIndices  # all mini-batches, one after another
-    schedule: Ints  # [updates, 2] first micro-batch of each update, and the one after its last
-
-    def __len__(self) -> int:
-        return len(self.schedule)
-
-    def __iter__(self) -> Iterator[list[Ints]]:
-        for start, stop in self.schedule.tolist():
-            yield [self.micro_batches[k] for k in range(start, stop)]
+MicroBatches = list[list[int]]
+"""The samples of each micro-batch, as indices of a rank's own samples."""
 
 
 @dataclass(frozen=True)  # without slots, which are slow to pickle
@@ -81,10 +39,10 @@ class RankPlan:
     indices: npt.NDArray[np.int64]  # [n] index of each one's episode in its group
     scores: npt.NDArray[np.float64]  # [n]
     baselines: npt.NDArray[np.float64] | None  # [n] score of the greedy response, if requested
-    forward: RaggedIndices  # micro-batches of forward passes over all samples
-    reference: RaggedIndices  # the same, for the reference policy
-    policy: Updates
-    critic: Updates | None = None
+    forward: MicroBatches  # of forward passes over all samples
+    reference: MicroBatches  # the same, for the reference policy
+    policy: list[MicroBatches]  # of each optimizer step, in order
+    critic: list[MicroBatches] | None = None
     components: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # [n] each: parts of the reward
     branches: npt.NDArray[np.float64] | None = None  # [n] of the episode of each sample; None: all have one
 
@@ -147,15 +105,17 @@ class Planner:
         random = None
         if self._shuffle_seed is not None:
             random = np.random.default_rng([self._shuffle_seed, abs(int(groups.min()))])
-        order = _order_by_group(groups, random)
-        shares = self._assign(order, sizes)
+        _, prompts = np.unique(groups, return_inverse=True)
+        if random is not None:
+            prompts = random.permutation(prompts.max() + 1)[prompts]
+        shares = self._assign(_split_mini_batches(prompts, self.policy.mini_batch), sizes)
         rank_sizes = [[sizes[i] for i in of_rank] for of_rank in shares.samples]
         forward = split_samples(self._forward, rank_sizes)
         reference = forward if self._reference == self._forward else split_samples(self._reference, rank_sizes)
         policy = _plan_updates(self.policy, shares.mini_batches, shares.samples, sizes, random)
-        critic: Sequence[Updates | None] = [None] * self.ranks
+        critic: Sequence[list[MicroBatches] | None] = [None] * self.ranks
         if self.critic is not None:
-            mini_batches = order.mini_batches(self.critic.mini_batch)
+            mini_batches = _split_mini_batches(prompts, self.critic.mini_batch)
             critic = _plan_updates(self.critic, mini_batches, shares.samples, sizes, random)
         owned = [[handles[i] for i in of_rank] for of_rank in shares.samples]
         plans = [
@@ -166,8 +126,8 @@ class Planner:
                 indices=np.array([handle.index for handle in own], np.int64),
                 scores=scores[samples],
                 baselines=_collect_baselines(own),
-                forward=RaggedIndices.of(forward[rank]),
-                reference=RaggedIndices.of(reference[rank]),
+                forward=forward[rank],
+                reference=reference[rank],
                 policy=policy[rank],
                 critic=critic[rank],
                 components=_collect_components(own, self._components),
@@ -175,13 +135,14 @@ class Planner:
             )
             for rank, (samples, own) in enumerate(zip(shares.samples, owned, strict=True))
         ]
-        micro_batches = len(policy[0].micro_batches)
+        updates = len(policy[0]) // self.policy.epochs
+        micro_batches = sum(map(len, policy[0][:updates]))
         computed = sum(size.tokens for size in sizes)
         if self._shared_prompts:
             computed = sum(
                 count_computed(of_rank[k] for k in part)
-                for of_rank, updates in zip(rank_sizes, policy, strict=True)
-                for part in updates.micro_batches
+                for of_rank, own in zip(rank_sizes, policy, strict=True)
+                for part in chain.from_iterable(own[:updates])
             )
         metrics = {
             "plan/samples": float(len(handles)),
@@ -198,10 +159,10 @@ class Planner:
             metrics["plan/computed_tokens"] = float(computed)
         return Plan(plans, metrics, self._list_warnings(handles, [size.tokens for size in sizes]))
 
-    def _assign(self, order: _Order, sizes: list[SampleSize]) -> _Shares:
+    def _assign(self, mini_batches: Iterable[list[int]], sizes: list[SampleSize]) -> _Shares:
         """Assign the samples of each of the policy's mini-batches to ranks."""
         result = _Shares([[] for _ in range(self.ranks)], [0] * self.ranks)
-        for members in order.mini_batches(self.policy.mini_batch):
+        for members in mini_batches:
             shares = balance_samples(self._update, [sizes[i] for i in members], self.ranks)
             weights = [count_computed(sizes[members[k]] for k in share) for share in shares]
             result.slowest += max(weights)
@@ -238,21 +199,6 @@ class _Shares:
     slowest: int = 0  # tokens of the heaviest rank, summed over mini-batches
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """Samples in the order in which their prompts are trained on, and the position of each one's prompt in it."""
-
-    samples: npt.NDArray[np.intp]
-    positions: npt.NDArray[np.intp]
-    prompts: int
-
-    def mini_batches(self, prompts: int) -> Iterator[list[int]]:
-        """Yield the samples of each mini-batch: `prompts` whole groups each, fewer in the last one."""
-        starts = np.arange(prompts, self.prompts, prompts)
-        for members in np.split(self.samples, np.searchsorted(self.positions, starts)):
-            yield members.tolist()
-
-
 def _measure(handle: SampleHandle, *, shares_prompt: bool) -> SampleSize:
     """Return the tokens of a sample in the model that reads most of them."""
     tokens = max(handle.tokens, handle.teacher_tokens)
@@ -260,13 +206,14 @@ def _measure(handle: SampleHandle, *, shares_prompt: bool) -> SampleSize:
     return SampleSize(tokens, tokens - response if shares_prompt and handle.prompt_tokens else 0, handle.group)
 
 
-def _order_by_group(groups: npt.NDArray[np.int64], random: np.random.Generator | None) -> _Order:
-    """Order samples by group id, not by arrival: otherwise the first mini-batch would hold the short responses."""
-    ids, group = np.unique(groups, return_inverse=True)
-    permutation = np.arange(len(ids)) if random is None else random.permutation(len(ids))
-    positions = permutation[group]
-    samples = np.argsort(positions, kind="stable")
-    return _Order(samples, positions[samples], len(ids))
+def _split_mini_batches(prompts: npt.NDArray[np.intp], size: int) -> list[list[int]]:
+    """Return the samples of each mini-batch: `size` whole groups each, fewer in the last one.
+
+    Samples are ordered by prompt, not by arrival: otherwise the first mini-batch would hold the short responses.
+    """
+    samples = np.argsort(prompts, kind="stable")
+    starts = np.searchsorted(prompts[samples], np.arange(size, prompts.max() + 1, size))
+    return [members.tolist() for members in np.split(samples, starts)]
 
 
 def _limit(sizes: BatchSizes) -> MicroBatchLimit:
@@ -279,34 +226,22 @@ def _plan_updates(
     samples: list[list[int]],
     tokens: list[SampleSize],
     random: np.random.Generator | None,
-) -> list[Updates]:
-    """Return the updates of a model on the `samples` of each rank."""
-    ranks = [0] * len(tokens)  # by sample
-    positions = [0] * len(tokens)  # by sample, within its rank
-    for rank, own in enumerate(samples):
-        for k, sample in enumerate(own):
-            ranks[sample], positions[sample] = rank, k
-    micro_batches: list[list[list[int]]] = [[] for _ in samples]
-    counts = []
+) -> list[list[MicroBatches]]:
+    """Return the micro-batches of every update of a model on the `samples` of each rank."""
+    places = {sample: (rank, k) for rank, own in enumerate(samples) for k, sample in enumerate(own)}
+    splits: list[list[MicroBatches]] = []  # by mini-batch, then by rank
     for members in mini_batches:
         local: list[list[int]] = [[] for _ in samples]
         for sample in members:
-            local[ranks[sample]].append(positions[sample])
-        by_rank = [[tokens[samples[rank][k]] for k in of_rank] for rank, of_rank in enumerate(local)]
+            rank, k = places[sample]
+            local[rank].append(k)
+        by_rank = [[tokens[samples[rank][k]] for k in own] for rank, own in enumerate(local)]
         parts = split_samples(_limit(sizes), by_rank)
-        for rank, of_rank in enumerate(parts):
-            micro_batches[rank].extend([local[rank][k] for k in part] for part in of_rank)
-        counts.append(len(parts[0]))
-    schedule = _schedule(counts, sizes.epochs, random)
-    return [Updates(RaggedIndices.of(parts), schedule) for parts in micro_batches]
-
-
-def _schedule(counts: Sequence[int], epochs: int, random: np.random.Generator | None) -> Ints:
-    """Return [epochs * mini-batches, 2]: first and last + 1 micro-batch of each update."""
-    stops = np.cumsum(counts, dtype=np.int32)
-    spans = np.stack([stops - np.asarray(counts, np.int32), stops], axis=1)
-    later = [spans if random is None else random.permutation(spans) for _ in range(epochs - 1)]
-    return np.concatenate([spans, *later])
+        splits.append([[[own[k] for k in part] for part in of] for own, of in zip(local, parts, strict=True)])
+    order = list(range(len(splits)))
+    for _ in range(sizes.epochs - 1):
+        order += range(len(splits)) if random is None else random.permutation(len(splits)).tolist()
+    return [[splits[k][rank] for k in order] for rank in range(len(samples))]
 
 
 def _collect_baselines(handles: Sequence[SampleHandle]) -> npt.NDArray[np.float64] | None:

@@ -12,10 +12,7 @@ PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query"
 RESPONSES = ("response", "answer", "completion", "output", "solution")
 CONVERSATIONS = ("messages", "conversations", "conversation")
 COLUMNS = {
-    "prompt_key": (
-        "the prompts",
-        ["prompt", "question", "problem", "messages", "conversations", "query", "instruction", "input", "text"],
-    ),
+    "prompt_key": ("the prompts", PROMPTS),
     "curriculum_key": ("a number for each prompt, low for easy ones", ("difficulty", "level")),
     "response_key": ("the responses", RESPONSES),
     "messages_key": ("the conversations", CONVERSATIONS),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from verl.config.batch_sizes import BatchSizes
 from verl.data.micro_batches import MicroBatchLimit
-from verl.data.plan import Plan, Planner, RaggedIndices
+from verl.data.plan import Plan, Planner
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -171,7 +171,7 @@ def test_micro_batches_that_run_together_weigh_alike() -> None:
 def test_more_ranks_than_samples_leave_ranks_with_empty_micro_batches() -> None:
     plan = Planner(3, BatchSizes(4, None, 100)).plan([handle("a", 0), handle("b", 0)])
     assert [own.refs for own in plan.ranks] == [["b"], ["a"], []]
-    assert [[micro.tolist() for micro in own.forward] for own in plan.ranks] == [[[0]], [[0]], [[]]]
+    assert [own.forward for own in plan.ranks] == [[[0]], [[0]], [[]]]
 
 
 def test_with_a_seed_epochs_take_the_mini_batches_in_new_orders() -> None:
@@ -183,8 +183,7 @@ def test_with_a_seed_epochs_take_the_mini_batches_in_new_orders() -> None:
     assert set(updates[:16]) == set(updates[16:])
     assert updates[:16] != updates[16:]
     assert set(updates[:16]) != {frozenset({i, i + 1}) for i in range(0, 32, 2)}
-    again = planner.plan(handles).ranks[0].policy
-    assert again.schedule.tolist() == planner.plan(handles).ranks[0].policy.schedule.tolist()
+    assert planner.plan(handles).ranks[0].policy == planner.plan(handles).ranks[0].policy
 
 
 def test_metrics_describe_the_answers() -> None:
@@ -234,15 +233,6 @@ def test_samples_longer_than_the_budget_are_named() -> None:
     [warning] = Planner(1, BatchSizes(4, None, 100)).plan(handles).warnings
     assert warning.startswith("2 of 3 samples exceed the budget of 100 tokens per micro-batch and run alone; ")
     assert "prompt 2 with 2,000 tokens" in warning
-
-
-def test_ragged_indices_are_the_lists_they_were_made_of() -> None:
-    for parts in ([], [[]], [[2, 0], [], [1]], [[], [3]]):
-        cuts = RaggedIndices.of(parts)
-        assert [part.tolist() for part in cuts] == parts
-        assert len(cuts) == len(parts)
-    with pytest.raises(IndexError):
-        RaggedIndices.of([[1]])[1]
 
 
 @pytest.mark.parametrize(
@@ -321,9 +311,7 @@ def test_a_critic_changes_nothing_for_the_policy(step: Any, critic: BatchSizes) 
     alone, beside = make_planner(sizes).plan(handles), make_planner(sizes, critic=critic).plan(handles)
     assert all(own.critic is None for own in alone.ranks)
     assert updates_as_refs(alone) == updates_as_refs(beside)
-    assert [own.forward.indices.tolist() for own in alone.ranks] == [
-        own.forward.indices.tolist() for own in beside.ranks
-    ]
+    assert [own.forward for own in alone.ranks] == [own.forward for own in beside.ranks]
     assert alone.metrics == beside.metrics
 
 

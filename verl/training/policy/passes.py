@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -10,18 +11,18 @@ from torch import Tensor
 
 from verl.algorithms.objective import ModelOutput
 from verl.data.flat_batch import FlatBatch
-from verl.data.plan import RaggedIndices
+from verl.data.plan import MicroBatches
 from verl.training.engine import ReferenceEngine
 
 
-def compute_logprobs(engine: ReferenceEngine[ModelOutput], batch: FlatBatch, cuts: RaggedIndices) -> Tensor:
+def compute_logprobs(engine: ReferenceEngine[ModelOutput], batch: FlatBatch, cuts: MicroBatches) -> Tensor:
     """Compute the log-probs [T] of a batch, one micro-batch after another."""
     return restore_order(batch, cuts, [output.logprobs for output in engine.forward(batch.split(cuts))])
 
 
-def restore_order(batch: FlatBatch, cuts: RaggedIndices, parts: Sequence[Tensor]) -> Tensor:
+def restore_order(batch: FlatBatch, cuts: MicroBatches, parts: Sequence[Tensor]) -> Tensor:
     """Return per-token values or rows of micro-batches in the order of the batch's tokens [T]."""
-    indices = batch.with_(tokens=torch.arange(batch.num_tokens)).select(cuts.indices).tokens
+    indices = batch.with_(tokens=torch.arange(batch.num_tokens)).select([*chain.from_iterable(cuts)]).tokens
     like = parts[0] if parts else torch.empty(0, dtype=torch.float32)  # a thread's export changes the default dtype
     values = like.new_zeros(batch.num_tokens, *like.shape[1:])
     values[indices] = torch.cat([values[:0], *parts])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from verl.algorithms.prepass import PREPASSES, Prepass, token_noise
 from verl.algorithms.settings import AlgorithmSettings
 from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
-from verl.data.plan import RankPlan
+from verl.data.plan import MicroBatches, RankPlan
 from verl.errors import ConfigError
 from verl.training.engine import ReferenceEngine, TrainEngine, select_contents
 from verl.training.policy.passes import average_steps, compute_logprobs, restore_order
@@ -314,10 +315,10 @@ class PolicyTrainer:
                 yield update(micro_batches) | metrics
 
     def _run_prepass(
-        self, prepass: Prepass, parts: Sequence[np.ndarray], plan: RankPlan, *, updated: bool
+        self, prepass: Prepass, parts: MicroBatches, plan: RankPlan, *, updated: bool
     ) -> tuple[list[FlatBatch], dict[str, float]]:
         """Return the micro-batches of a mini-batch with the fields that the prepass sets, and its metrics."""
-        indices = torch.from_numpy(np.concatenate(parts)).long()
+        indices = torch.tensor([*chain.from_iterable(parts)], dtype=torch.int64)
         batch = self._batch.select(indices)
         cuts = np.split(np.arange(len(indices)), np.cumsum([*map(len, parts)]))[:-1]
         logprobs = batch.old_logprobs  # still current before the first update
