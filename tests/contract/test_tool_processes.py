@@ -10,7 +10,7 @@ import sample_tools
 import verl
 from verl.agents.errors import ToolError, ToolFailureError
 from verl.agents.python_tool import python
-from verl.agents.tools.function_tools import call_tools
+from verl.agents.tools.function_tools import call_tool
 from verl.agents.tools.processes import open_pool
 from verl.agents.tools.results import ToolResult
 
@@ -26,13 +26,13 @@ def _end_processes() -> Iterator[None]:
 
 async def test_a_tool_that_hangs_or_ends_its_process_is_a_failure() -> None:
     with pytest.raises(ToolFailureError, match=r"hang: did not return within 0.05 s"):
-        await call_tools({"hang": sample_tools.hang}, [("hang", {})], 0.05)
+        await call_tool({"hang": sample_tools.hang}, "hang", {}, 0.05)
     with pytest.raises(ToolFailureError, match="crash: ended its process with exit code 3"):
-        await call_tools({"crash": sample_tools.crash}, [("crash", {})], 30)
+        await call_tool({"crash": sample_tools.crash}, "crash", {}, 30)
 
 
 async def test_a_tool_that_raises_returns_an_error_to_the_model() -> None:
-    [mistake] = await call_tools({"divide": sample_tools.divide}, [("divide", {"a": 1, "b": 0})], 30)
+    mistake = await call_tool({"divide": sample_tools.divide}, "divide", {"a": 1, "b": 0}, 30)
     assert isinstance(mistake, ToolError)
     assert str(mistake) == "ZeroDivisionError: division by zero"
 

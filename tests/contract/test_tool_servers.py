@@ -22,7 +22,7 @@ from tiny import chat_tokenizer
 
 from verl.agents.agent_episode import AgentEpisode
 from verl.agents.errors import ToolError, ToolFailureError
-from verl.agents.tools.function_tools import Tool, call_tools
+from verl.agents.tools.function_tools import Tool, call_tool
 from verl.agents.tools.mcp_servers import McpSession, StdioServer
 from verl.agents.tools.sources import ToolSource, load_sources
 from verl.config.schema.rollout import MultiTurnConfig
@@ -169,9 +169,6 @@ async def test_mistakes_of_the_model_come_back_as_text(start: Callable[[str], Se
             await tools["add"].call({"a": "many", "b": 2}, 60)
         with pytest.raises(ToolError, match="out of range"):
             await tools["refuse"].call({}, 60)
-        for bad in (float("nan"), "\ud800", json.loads("[" * 150 + "]" * 150)):
-            with pytest.raises(ToolError, match="cannot be sent as JSON"):
-                await tools["note"].call({"text": bad}, 60)
         assert (await tools["add"].call({"a": 1, "b": 1}, 60)).text == "2"  # the session goes on
 
 
@@ -295,7 +292,7 @@ async def test_a_call_that_exceeds_its_timeout_leaves_nothing_behind(start: Call
     async with open_tools(server.load()) as tools:
         await tools["add"].call({"a": 1, "b": 1}, 60)
         with pytest.raises(ToolFailureError, match=r"wait did not return within 0.5 s"):
-            await call_tools(tools, [("wait", {"seconds": 1000})], 0.5)
+            await call_tool(tools, "wait", {"seconds": 1000}, 0.5)
     assert len(server.list_events("wait")) <= 1
     check_closed(server)
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agents.adapters.blocking_agent import adapt_loop
 from verl.agents.builtin_agents import Agent, EnvironmentAgent, Task, ToolAgent
-from verl.agents.chat_model import ChatModel, Parse
+from verl.agents.chat_model import ChatModel
 from verl.agents.deterministic_batcher import Generate
 from verl.agents.episode import single_turn
 from verl.agents.errors import EpisodeLimitError, ToolFailureError
 from verl.agents.formats import FORMATS, detect_format
+from verl.agents.formats.tool_calls import Parse
 from verl.agents.gateway.agents import GatewayAgents
 from verl.agents.rendering import ChatRenderer
 from verl.agents.tools.sources import ToolSource, load_sources
@@ -105,7 +106,8 @@ class AgentEpisode:
     async def _play(self, agent: Agent, task: Task, model: ChatModel) -> Transcript:
         """Return the transcript of one attempt. Stop waiting for an agent that exceeds its timeout."""
         playing = asyncio.ensure_future(survive_exit(agent(task, model)))
-        playing.add_done_callback(_ignore_result)  # nobody awaits an agent that exceeded its timeout
+        # Nobody awaits an agent that exceeded its timeout.
+        playing.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             done, _ = await asyncio.wait([playing], timeout=self._settings.deadline_s)
         finally:
@@ -136,11 +138,6 @@ class AgentEpisode:
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the user's agent
             transcript.failure = Failed("error", f"the agent {name} raised {type(error).__name__}: {error}")
         return transcript
-
-
-def _ignore_result(playing: asyncio.Future[Any]) -> None:
-    if not playing.cancelled():
-        playing.exception()
 
 
 def read_score(score: Any) -> float | None:

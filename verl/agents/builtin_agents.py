@@ -6,6 +6,7 @@ episode, or None to have the episode scored by the reward of the run.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -14,14 +15,14 @@ from typing import Any, Protocol
 
 from verl.agents.chat_model import ChatModel, Reply
 from verl.agents.errors import EpisodeLimitError, ToolError, ToolFailureError
-from verl.agents.formats.tool_calls import InvalidCall, ToolCall
-from verl.agents.tools.function_tools import Tool, call_tools
+from verl.agents.formats.tool_calls import Call, InvalidCall, ToolCall
+from verl.agents.messages import Message
+from verl.agents.tools.function_tools import Tool, call_tool
 from verl.agents.tools.results import ToolResult, truncate_text
 from verl.agents.tools.sources import ToolSource
 from verl.agents.user_code import call_method, close_quietly, run_with_timeout
 from verl.config.schema.rollout import MultiTurnConfig
 
-Message = Mapping[str, Any]
 UNREADABLE = "invalid00"  # the id of a call that cannot be parsed; some templates require 9 letters or digits
 
 
@@ -81,20 +82,17 @@ class ToolAgent:
 
     async def _answer(self, reply: Reply, tools: Sequence[Tool]) -> list[ToolResult | ToolError]:
         """Run the calls of a reply. A call that cannot be parsed or exceeds the limit returns an error to the model."""
-        limit = self._settings.max_parallel_calls
-        accepted = [call for call in reply.calls[:limit] if isinstance(call, ToolCall)]
+        limit, timeout_s = self._settings.max_parallel_calls, self._settings.tool_deadline_s
         by_name = {tool.schema["function"]["name"]: tool for tool in tools}
-        calls = [(call.name, call.arguments) for call in accepted]
-        answered = iter(await call_tools(by_name, calls, self._settings.tool_deadline_s))
-        results: list[ToolResult | ToolError] = []
-        for index, call in enumerate(reply.calls):
+
+        async def run(index: int, call: Call) -> ToolResult | ToolError:
             if isinstance(call, InvalidCall):
-                results.append(ToolError(call.reason))
-            elif index >= limit:
-                results.append(ToolError(f"at most {limit} calls at a time are allowed"))
-            else:
-                results.append(next(answered))
-        return results
+                return ToolError(call.reason)
+            if index >= limit:
+                return ToolError(f"at most {limit} calls at a time are allowed")
+            return await call_tool(by_name, call.name, call.arguments, timeout_s)
+
+        return await asyncio.gather(*(run(index, call) for index, call in enumerate(reply.calls)))
 
     def _to_messages(self, reply: Reply, results: Sequence[ToolResult | ToolError]) -> list[dict[str, Any]]:
         ids = iter(call["id"] for call in reply.message.get("tool_calls", ()))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.agents.deterministic_batcher import Generate
 from verl.agents.errors import EpisodeLimitError
-from verl.agents.formats.tool_calls import InvalidCall, ParsedReply, ToolCall
+from verl.agents.formats.tool_calls import InvalidCall, Parse, ParsedReply, ToolCall
 from verl.agents.messages import Message, join_text, prepare_messages, read_json
 from verl.agents.rendering import ChatRenderer
 from verl.agents.tools.function_tools import Tool
@@ -18,8 +18,6 @@ from verl.agents.transcript import Transcript, Turn
 from verl.types import Completion, SamplingParams
 
 Schema = Mapping[str, Any]
-Parse = Callable[[str, Sequence[Schema]], ParsedReply]
-"""(text of a reply, schemas of the tools) -> what it says and which tools it calls."""
 
 
 class InvalidRequestError(ValueError):
@@ -72,14 +70,13 @@ class ChatModel:
         sampling: SamplingParams,
         parse: Parse | None,
         *,
-        tools: Sequence[Tool] = (),
         max_sequence_tokens: int = 1 << 30,
         max_turns: int | None = None,
         branch_per_turn: bool = False,
     ) -> None:
         self._generate, self._renderer, self._sampling, self._parse = generate, renderer, sampling, parse
-        self._tools, self._branch_per_turn = tools, branch_per_turn
         self._max_tokens, self._max_turns = max_sequence_tokens, max_turns
+        self._branch_per_turn = branch_per_turn
         self._replies: dict[str, Branch] = {}  # key of the messages up to a reply -> the branch
         self._said: set[str] = set()  # the replies alone
         self._requests = self._failed_requests = 0
@@ -89,7 +86,7 @@ class ChatModel:
     async def chat(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Tool | Schema] | None = None,
+        tools: Sequence[Tool | Schema] = (),
         *,
         max_tokens: int | None = None,
     ) -> Reply:
@@ -99,7 +96,7 @@ class ChatModel:
     async def request(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Tool | Schema] | None = None,
+        tools: Sequence[Tool | Schema] = (),
         *,
         max_tokens: int | None = None,
         parse_calls: bool = True,
@@ -109,9 +106,7 @@ class ChatModel:
         Without `parse_calls` the prompt shows the tools, but tool calls in the reply stay text.
         """
         self._require_open()
-        schemas = [
-            each if isinstance(each, Mapping) else each.schema for each in (self._tools if tools is None else tools)
-        ]
+        schemas = [each if isinstance(each, Mapping) else each.schema for each in tools]
         if schemas and parse_calls and self._parse is None:
             raise InvalidRequestError(
                 "the chat template shows no known format of tool calls; set "

@@ -8,19 +8,17 @@ the reply in a synthetic conversation. `find_drift` compares the result with ren
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
-from verl.agents.messages import read_json
+from verl.agents.messages import Message
 from verl.data.chat import encode, render
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 _QUESTION = "question"
@@ -79,11 +77,11 @@ class ChatRenderer:
         if tools:
             kwargs["tools"] = [dict(tool) for tool in tools]
         try:
-            return render(self._tokenizer, [_change_arguments(each, read_json) for each in messages], kwargs)
+            return render(self._tokenizer, messages, kwargs)
         except DataError:
             if not any(message.get("tool_calls") for message in messages):
                 raise
-            return render(self._tokenizer, [_change_arguments(each, _write_arguments) for each in messages], kwargs)
+            return render(self._tokenizer, [_write_arguments(each) for each in messages], kwargs)
 
     def _extend(self, messages: Sequence[Message], tools: Tools) -> str:
         """Return what follows a reply in the synthetic conversation.
@@ -154,36 +152,14 @@ def _make_call(answer: Message, index: int) -> dict[str, Any]:
     return {"type": "function", "id": str(answer.get("tool_call_id") or f"call{index:05d}"), "function": function}
 
 
-def _change_arguments(message: Message, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a message with the arguments of its calls changed."""
-    if not message.get("tool_calls"):
-        return dict(message)
-    calls = [
-        {**call, "function": {**call["function"], "arguments": change(call["function"].get("arguments"))}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
-
-
-def _write_arguments(arguments: Any) -> str:
-    arguments = read_json(arguments)
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """The first token at which appending to a conversation differs from rendering it as a whole."""
-
-    turn: int
-    position: int
-    appended: str
-    rendered: str
-
-    def __str__(self) -> str:
-        return (
-            f"at token {self.position}, after {self.turn} {'reply' if self.turn == 1 else 'replies'}: {self.appended} "
-            f"where the whole conversation has {self.rendered}"
-        )
+def _write_arguments(message: Message) -> dict[str, Any]:
+    """Return a message with the arguments of its calls as JSON text."""
+    calls = [{**call, "function": dict(call["function"])} for call in message.get("tool_calls") or ()]
+    for call in calls:
+        arguments = call["function"].get("arguments")
+        if not isinstance(arguments, str):
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def find_drift(
@@ -191,8 +167,8 @@ def find_drift(
     conversation: Sequence[Message],
     tools: Tools = (),
     template_kwargs: Mapping[str, Any] | None = None,
-) -> Drift | None:
-    """Return the first drift between the requests of a conversation and rendering them whole; None without one.
+) -> str | None:
+    """Return where appending to a conversation first differs from rendering the whole of it; None without a difference.
 
     Replies of the model are taken as their canonical tokenization. The conversation ends with messages for the model.
     """
@@ -207,7 +183,9 @@ def find_drift(
         if ids != whole:
             pairs = enumerate(zip(ids, whole, strict=False))
             position = next((index for index, (a, b) in pairs if a != b), min(len(ids), len(whole)))
-            return Drift(turn, position, _show(tokenizer, ids, position), _show(tokenizer, whole, position))
+            appended, rendered = (_show(tokenizer, each, position) for each in (ids, whole))
+            replies = "1 reply" if turn == 1 else f"{turn} replies"
+            return f"at token {position}, after {replies}: {appended} where the whole conversation has {rendered}"
     return None
 
 

@@ -98,62 +98,37 @@ class Transcript:
         ]
 
     def _to_sample(self, leaf: Turn, group: int, index: int, score: float, metrics: dict[str, float]) -> Sample:
-        tokens, mask, logprobs, versions = Parts(np.int32), Parts(np.bool_), Parts(np.float32), Parts(np.int32)
+        path = leaf.path()
+        lengths = [count for turn in path for count in (len(turn.context), len(turn.completion.token_ids))]
+        mask = np.repeat([False, True] * len(path), lengths)
+        logprobs, versions = np.zeros(len(mask), np.float32), np.full(len(mask), -1, np.int32)
+        logprobs[mask] = np.concatenate([turn.completion.logprobs for turn in path])
+        versions[mask] = np.concatenate([turn.completion.versions for turn in path])
         experts: npt.NDArray[np.integer] | None = None
-        rewards: list[tuple[int, float]] = []
-        for turn in leaf.path():
-            completion = turn.completion
-            for ids, is_generated in ((turn.context, False), (completion.token_ids, True)):
-                tokens.add(ids)
-                mask.fill(len(ids), is_generated)
-            logprobs.fill(len(turn.context), 0.0)
-            logprobs.add(completion.logprobs)
-            versions.fill(len(turn.context), -1)
-            versions.add(completion.versions)
-            if (routed := completion.routed_experts) is not None:
+        for turn in path:
+            if (routed := turn.completion.routed_experts) is not None:
                 known = routed[:0] if experts is None else experts
                 # Tokens of earlier turns keep the experts that they were generated with.
                 experts = np.concatenate([known, routed[len(known) :]])
-            if turn.reward:
-                rewards.append((tokens.size - 1, turn.reward))
+        ends = np.cumsum(lengths)[1::2].tolist()
         return Sample(
             group=group,
-            tokens=tokens.join(),
-            mask=mask.join(),
-            logprobs=logprobs.join(),
-            versions=versions.join(),
+            tokens=np.array(leaf.get_tokens(), np.int32),
+            mask=mask,
+            logprobs=logprobs,
+            versions=versions,
             score=score,
             finish_reason=self.finish_reason if leaf is self.last else leaf.completion.finish_reason,
             metrics=metrics,
             routed_experts=experts,
-            engines=frozenset(turn.completion.engine for turn in leaf.path()),
-            turn_rewards=tuple(rewards),
+            engines=frozenset(turn.completion.engine for turn in path),
+            turn_rewards=tuple((end - 1, turn.reward) for end, turn in zip(ends, path, strict=True) if turn.reward),
             index=index,
         )
 
 
 def _share_turns(leaf: Turn, uses: Mapping[int, int]) -> npt.NDArray[np.float32]:
     """Return 1 / the number of branches that contain the turn of each token."""
-    shares = Parts(np.float32)
-    for turn in leaf.path():
-        shares.fill(len(turn.context) + len(turn.completion.token_ids), 1 / uses[id(turn)])
-    return shares.join()
-
-
-class Parts:
-    """Arrays of one type that are concatenated at the end."""
-
-    def __init__(self, dtype: type) -> None:
-        self._dtype = dtype
-        self._arrays: list[npt.NDArray[Any]] = []
-        self.size = 0
-
-    def add(self, values: Any) -> None:
-        self._arrays.append(np.asarray(values, self._dtype))
-        self.size += len(self._arrays[-1])
-
-    def fill(self, count: int, value: float) -> None:
-        self.add(np.full(count, value, self._dtype))
-
-    def join(self) -> npt.NDArray[Any]:
-        return np.concatenate(self._arrays)
+    path = leaf.path()
+    shares = np.array([1 / uses[id(turn)] for turn in path], np.float32)
+    return np.repeat(shares, [len(turn.context) + len(turn.completion.token_ids) for turn in path])

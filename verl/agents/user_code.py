@@ -11,6 +11,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from verl.agents.errors import ToolFailureError
@@ -59,31 +60,18 @@ async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def run_in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     """Call a function in a new thread. Unlike threads of an executor, a thread that never ends delays no other call."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():  # cancelled by the caller
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # cancelling the call does not end the thread
 
     def run() -> None:
-        result: T | None = None
-        failure: BaseException | None = None
         try:
-            result = function()
+            result.set_result(function())
         except SystemExit as error:
-            failure = RuntimeError(f"sys.exit({error.code!r})")
+            result.set_exception(RuntimeError(f"sys.exit({error.code!r})"))
+        except StopIteration as error:  # asyncio's futures do not accept it
+            result.set_exception(RuntimeError(repr(error)))
         except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
-            # A future does not accept StopIteration.
-            failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
-        try:
-            loop.call_soon_threadsafe(settle, result, failure)
-        except RuntimeError:  # the loop was closed in the meantime
-            return
+            result.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="agent-call").start()
-    return future
+    return asyncio.wrap_future(result)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.agents.chat_model import ChatModel, Reply
 from verl.agents.formats.tool_calls import ParsedReply, ToolCall
+from verl.agents.messages import prepare_messages
 from verl.agents.rendering import ChatRenderer
 from verl.errors import DataError
 from verl.types import Completion, SamplingParams
@@ -126,8 +127,9 @@ class RandomChat:
                 {"id": each, "type": "function", "function": f} for each, f in zip(ids, functions, strict=True)
             ]
             message = {"role": "assistant", "content": "", "tool_calls": tool_calls}
-        header = self._renderer.render_text(messages, self._tools)
-        whole = self._renderer.render_text([*messages, message], self._tools, add_generation_prompt=False)
+        before = prepare_messages(messages)
+        header = self._renderer.render_text(before, self._tools)
+        whole = self._renderer.render_text([*before, message], self._tools, add_generation_prompt=False)
         text, stop, next_role = self._cut_end(whole[len(header) :], bool(calls))
         known, ids = self._encode(header), self._encode(header + text)
         is_separate = ids[: len(known)] == known  # nothing of the reply merges with the header
@@ -184,7 +186,8 @@ class RandomChat:
             for each in ids or ["call99999"]
         ]
         try:  # some templates want a call before an answer
-            self._renderer.render_text([*messages, *answers, {"role": "assistant", "content": "8"}], self._tools)
+            whole = prepare_messages([*messages, *answers, {"role": "assistant", "content": "8"}])
+            self._renderer.render_text(whole, self._tools)
         except DataError:
             return question
         return answers
@@ -217,7 +220,7 @@ class RandomChat:
                 self.wrong.append(f"request {len(self._requests)} does not continue the one before it")
         if self._rewrites and not self._branches:
             return
-        whole = self._renderer.render_prompt(messages, self._tools)
+        whole = self._renderer.render_prompt(prepare_messages(messages), self._tools)
         if self._branches or all(reply.is_canonical for reply in replies):
             self.counts["branches" if self._branches else "equal to the whole"] += 1
             if request != whole:

@@ -8,6 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.chat_shapes import SHAPES, TOOL, make_tokenizer
+from verl.agents.messages import prepare_messages
 from verl.agents.rendering import SCRIPTS, TOOL_SCRIPTS, ChatRenderer, check_template, find_drift
 from verl.errors import ConfigError, DataError
 
@@ -183,7 +184,7 @@ def test_arguments_are_objects_or_text_as_the_template_wants_them(name: str, exp
     call = {**CALL, "function": {"name": "lookup", "arguments": arguments}}
     messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, ANSWER]
     tokenizer = make_tokenizer(name)
-    assert expected in tokenizer.decode(ChatRenderer(tokenizer).render_prompt(messages, [TOOL]))
+    assert expected in tokenizer.decode(ChatRenderer(tokenizer).render_prompt(prepare_messages(messages), [TOOL]))
 
 
 def test_a_decoded_reply_has_its_special_tokens_but_not_the_one_that_ended_it() -> None:
@@ -238,10 +239,8 @@ def test_a_template_that_cannot_show_answers_of_tools_is_refused(branches: bool)
 def test_drift_names_the_turn_and_the_position() -> None:
     template = "{% for m in messages %}{{ m.content if loop.index0 != 1 or not messages[4:] else '' }}</s>{% endfor %}"
     tokenizer = with_template("Zephyr", template)
-    drift = find_drift(tokenizer, SCRIPTS["a second question"])
-    assert drift is not None
-    assert (drift.turn, drift.position) == (2, len(encode(tokenizer, "Guess.</s>")))
-    assert str(drift) == (
-        f"at token {drift.position}, after 2 replies: '8' ({get_id(tokenizer, '8')}) where the whole conversation has "
+    position = len(encode(tokenizer, "Guess.</s>"))
+    assert find_drift(tokenizer, SCRIPTS["a second question"]) == (
+        f"at token {position}, after 2 replies: '8' ({get_id(tokenizer, '8')}) where the whole conversation has "
         f"'</s>' ({get_id(tokenizer, '</s>')})"
     )

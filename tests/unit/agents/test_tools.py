@@ -8,7 +8,7 @@ import sample_tools
 
 import verl
 from verl.agents.errors import ToolError, ToolFailureError
-from verl.agents.tools.function_tools import FunctionTool, call_tools
+from verl.agents.tools.function_tools import FunctionTool, call_tool
 from verl.agents.tools.results import ToolResult, truncate_text
 from verl.agents.tools.sources import load_functions, load_sources
 from verl.config.schema.rollout import MultiTurnConfig
@@ -68,7 +68,7 @@ async def test_mistakes_of_the_model_come_back_as_text(tools: dict[str, Function
         ("search", {}),
         ("lookup", {"key": "red"}),
     ]
-    *mistakes, right = await call_tools(tools, calls, 30)
+    *mistakes, right = [await call_tool(tools, *call, 30) for call in calls]
     assert all(isinstance(each, ToolError) for each in mistakes)
     texts = list(map(str, mistakes))
     assert texts[0] == "there is no key 'blue'"
@@ -90,7 +90,7 @@ async def test_a_tool_that_cannot_run_is_a_failure_and_not_an_answer(
     tools: dict[str, FunctionTool], name: str, reason: str
 ) -> None:
     with pytest.raises(ToolFailureError, match=reason):
-        await call_tools(tools, [(name, {})], 0.05)
+        await call_tool(tools, name, {}, 0.05)
 
 
 @pytest.mark.parametrize(

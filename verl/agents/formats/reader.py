@@ -29,7 +29,7 @@ class Reader:
 
     def skip(self, token: str) -> bool:
         """Move past a token. Returns False, without moving, if it is not next."""
-        start = _skip_space(self.text, self.position)
+        start = self._skip_space()
         if not self.text.startswith(token, start):
             return False
         self.position = start + len(token)
@@ -42,7 +42,7 @@ class Reader:
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """Move past a match of the pattern. Returns None, without moving, if it is not next."""
-        match = pattern.match(self.text, _skip_space(self.text, self.position))
+        match = pattern.match(self.text, self._skip_space())
         if match is not None:
             self.position = match.end()
         return match
@@ -65,15 +65,41 @@ class Reader:
 
     def read_json(self, what: str = "arguments are") -> Any:
         """Return the JSON value that is next. `what` describes it to the model."""
-        value, self.position = read_json(self.text, self.position, what)
+        try:
+            value, self.position = _DECODER.raw_decode(self.text, self._skip_space())
+            _require_shallow(value, _MAX_NESTING)
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # Python reads more than JSON can express.
+        except json.JSONDecodeError as error:
+            message = f"{error.msg.removesuffix(' at')} {self._describe(error.pos)}"
+            raise UnreadableCallError(f"The {what} not valid JSON: {message}.") from None
+        except RecursionError:
+            raise UnreadableCallError(f"The {what} nested too deeply.") from None
+        except UnicodeEncodeError:
+            raise UnreadableCallError(f"The {what} not valid JSON: half of a surrogate pair.") from None
+        except ValueError:
+            raise UnreadableCallError(f"The {what} not valid JSON: a number is infinite, NaN or too long.") from None
         return value
 
     def read_arguments(self) -> dict[str, Any]:
         """Return the arguments of a call, which have to be next as JSON."""
         return to_arguments(self.read_json())
 
+    def expect_end(self) -> None:
+        """Raise unless only space is left."""
+        if self._skip_space() < len(self.text):
+            raise UnreadableCallError(f"The arguments are not valid JSON: Extra data {self._describe_next()}.")
+
+    def _skip_space(self) -> int:
+        match = _SPACE.match(self.text, self.position)
+        assert match is not None
+        return match.end()
+
     def _describe_next(self) -> str:
-        return _describe(self.text, _skip_space(self.text, self.position))
+        return self._describe(self._skip_space())
+
+    def _describe(self, position: int) -> str:
+        rest = self.text[position : position + 20]
+        return f"near {rest!r}" if rest else "at the end"
 
 
 def to_arguments(value: Any) -> dict[str, Any]:
@@ -87,29 +113,10 @@ def to_arguments(value: Any) -> dict[str, Any]:
 
 def load_json(text: str) -> Any:
     """Return the JSON value that is all of the text."""
-    value, end = read_json(text)
-    end = _skip_space(text, end)
-    if end < len(text):
-        raise UnreadableCallError(f"The arguments are not valid JSON: Extra data {_describe(text, end)}.")
+    reader = Reader(text)
+    value = reader.read_json()
+    reader.expect_end()
     return value
-
-
-def read_json(text: str, position: int = 0, what: str = "arguments are") -> tuple[Any, int]:
-    """Return the JSON value at `position`, after optional space, and where it ends."""
-    try:
-        value, end = _DECODER.raw_decode(text, _skip_space(text, position))
-        _require_shallow(value, _MAX_NESTING)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # Python reads more than JSON can express.
-    except json.JSONDecodeError as error:
-        message = f"{error.msg.removesuffix(' at')} {_describe(text, error.pos)}"
-        raise UnreadableCallError(f"The {what} not valid JSON: {message}.") from None
-    except RecursionError:
-        raise UnreadableCallError(f"The {what} nested too deeply.") from None
-    except UnicodeEncodeError:
-        raise UnreadableCallError(f"The {what} not valid JSON: half of a surrogate pair.") from None
-    except ValueError:
-        raise UnreadableCallError(f"The {what} not valid JSON: a number is infinite, NaN or too long.") from None
-    return value, end
 
 
 def _require_shallow(value: Any, levels: int) -> None:
@@ -123,14 +130,3 @@ def _require_shallow(value: Any, levels: int) -> None:
 def reject(text: str, reason: str, name: str = "") -> InvalidCall:
     """Return an invalid call, with its text shortened for messages."""
     return InvalidCall(text if len(text) <= 300 else f"{text[:200]} ... {text[-80:]}", reason, name)
-
-
-def _skip_space(text: str, position: int) -> int:
-    match = _SPACE.match(text, position)
-    assert match is not None
-    return match.end()
-
-
-def _describe(text: str, position: int) -> str:
-    rest = text[position : position + 20]
-    return f"near {rest!r}" if rest else "at the end"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,8 @@ class ParsedReply:
     calls: tuple[Call, ...]  # in the order written
 
 
-class ToolFormat(Protocol):
-    """A format in which models write calls."""
+Parse = Callable[[str, Sequence[Mapping[str, Any]]], ParsedReply]
+"""Splits the text of a turn, with its special tokens but without the one that ends it, into content and calls.
 
-    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedReply:
-        """Split a turn into content and calls. Never raises, and takes time linear in the text.
-
-        Args:
-            text: One turn with its special tokens, without the token that ends the turn.
-            tools: Schemas of the tools as in a chat completion request. Formats that write arguments as plain text
-                convert them to the declared types.
-        """
-        ...
+The schemas of the tools are as in a chat completion request: formats that write arguments as plain text convert them to
+the declared types. A parser never raises, and takes time linear in the text."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.builtin_agents import Agent, Task
@@ -95,12 +95,12 @@ class AgentThread:
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the result of a function or coroutine function. A call that never ends cannot be killed."""
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            return await self._await(function(*args, **kwargs))
-        result = await run_in_thread(lambda: function(*args, **kwargs))
-        return await self._await(result) if inspect.isawaitable(result) else result
+            result = function(*args, **kwargs)
+        else:
+            result = await run_in_thread(lambda: function(*args, **kwargs))
+        if inspect.isawaitable(result):
+            return await asyncio.wrap_future(self._thread.submit(survive_exit(result)))
+        return result
 
     def close(self) -> None:
         self._thread.close(wait=False)
-
-    async def _await(self, work: Awaitable[Any]) -> Any:
-        return await asyncio.wrap_future(self._thread.submit(survive_exit(work)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,27 +121,15 @@ def write_completion(reply: Reply, model: str, name: str) -> dict[str, Any]:
 
 
 def write_events(completion: Mapping[str, Any], *, includes_usage: bool) -> str:
-    """Return a completion as server-sent events, from which clients assemble the same message."""
-    chunks = [*_split_chunks(completion)]
+    """Return a completion as server-sent events: a chunk with the whole message and, on request, one with the usage."""
+    [choice] = completion["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{**call, "index": index} for index, call in enumerate(delta["tool_calls"])]
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"], "logprobs": None}]}
+    ]
     if includes_usage:
         chunks.append({"choices": [], "usage": completion["usage"]})
     common = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     return "".join(f"data: {json.dumps(common | chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-
-
-def _split_chunks(completion: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    choice = completion["choices"][0]
-    message = choice["message"]
-    yield _write_chunk({"role": "assistant", "content": None if message["content"] is None else ""})
-    if message["content"]:
-        yield _write_chunk({"content": message["content"]})
-    for index, call in enumerate(message.get("tool_calls", ())):
-        function = {"name": call["function"]["name"], "arguments": ""}
-        yield _write_chunk({"tool_calls": [{**call, "index": index, "function": function}]})
-        arguments = {"arguments": call["function"]["arguments"]}
-        yield _write_chunk({"tool_calls": [{"index": index, "function": arguments}]})
-    yield _write_chunk({}, choice["finish_reason"])
-
-
-def _write_chunk(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}]}

@@ -15,12 +15,11 @@ receives the row of the data, so that every episode may have its own answers.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -127,19 +126,15 @@ def _describe_mistakes(name: str, error: ValidationError) -> str:
     return f"the arguments of {name} are wrong: {problems}"
 
 
-async def call_tools(
-    tools: Mapping[str, Tool], calls: Sequence[tuple[str, Mapping[str, Any]]], timeout_s: float
-) -> list[ToolResult | ToolError]:
-    """Run the calls of one turn concurrently. Raise `ToolFailureError` if a call fails or exceeds the timeout."""
-
-    async def run(name: str, arguments: Mapping[str, Any]) -> ToolResult | ToolError:
-        if name not in tools:
-            return ToolError(f"there is no tool {name!r}; there are: {', '.join(sorted(tools)) or 'none'}")
-        try:
-            return await tools[name].call(arguments, timeout_s)
-        except Exception as error:
-            if isinstance(result := classify_error(error), ToolError):
-                return result
-            raise result from error
-
-    return list(await asyncio.gather(*(run(name, arguments) for name, arguments in calls)))
+async def call_tool(
+    tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any], timeout_s: float
+) -> ToolResult | ToolError:
+    """Run a call, whose mistakes are returned. Raise `ToolFailureError` if the call fails or exceeds the timeout."""
+    if name not in tools:
+        return ToolError(f"there is no tool {name!r}; there are: {', '.join(sorted(tools)) or 'none'}")
+    try:
+        return await tools[name].call(arguments, timeout_s)
+    except Exception as error:
+        if isinstance(result := classify_error(error), ToolError):
+            return result
+        raise result from error

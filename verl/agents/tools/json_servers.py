@@ -13,7 +13,6 @@ import math
 import ssl
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -30,15 +29,15 @@ _NOT_BY_THE_MODEL = {401, 403, 404, 405, 407, 408, 421, 425, 426, 429, 431}
 create_ssl_context = lru_cache(ssl.create_default_context)  # reading the certificates takes longer than a request
 
 
-@dataclass(frozen=True, slots=True)
-class JsonServer:
-    """A tool server that speaks plain JSON below a URL."""
+class JsonSession:
+    """The calls of one episode to the server below a URL."""
 
-    url: str
+    def __init__(self, url: str) -> None:
+        self._url, self._episode = httpx.URL(url), uuid.uuid4().hex
 
     async def list_tools(self) -> list[Mapping[str, Any]]:
         """Return the schemas of the tools. Raise `httpx.TransportError` if the server cannot be reached."""
-        async with self.make_client() as client:
+        async with _make_client() as client:
             response = await client.get(self.join("tools"))
         if not response.is_success:
             raise ToolFailureError(f"GET /tools returned HTTP {response.status_code}")
@@ -49,40 +48,28 @@ class JsonServer:
             raise ToolFailureError(f"GET /tools did not return a JSON list: {_excerpt(response)}")
         return [to_schema(tool) for tool in tools]
 
-    def start_session(self) -> JsonSession:
-        return JsonSession(self)
-
-    def join(self, name: str) -> httpx.URL:
-        url = httpx.URL(self.url)
-        return url.copy_with(path=f"{url.path.rstrip('/')}/{name}")
-
-    def make_client(self) -> httpx.AsyncClient:
-        # A client per request: an idle connection may be closed while the next call is sent.
-        return httpx.AsyncClient(verify=create_ssl_context(), timeout=httpx.Timeout(None, connect=CONNECT_S))
-
-
-class JsonSession:
-    """The calls of one episode."""
-
-    def __init__(self, server: JsonServer) -> None:
-        self._server, self._episode = server, uuid.uuid4().hex
-
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Send a call once. If the connection breaks, the call may have arrived."""
         body = {"name": name, "arguments": dict(arguments), "episode": self._episode}
+        server = f"{name}: the tool server {redact(str(self._url))}"
         try:
-            async with self._server.make_client() as client:
-                response = await client.post(self._server.join("call"), json=body)
+            async with _make_client() as client:
+                return read_reply(await client.post(self.join("call"), json=body))
         except httpx.HTTPError as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise ToolFailureError(f"{name}: the tool server {redact(self._server.url)}: {problem}") from error
-        try:
-            return read_reply(response)
+            raise ToolFailureError(f"{server}: {type(error).__name__}: {error}") from error
         except ToolFailureError as error:
-            raise ToolFailureError(f"{name}: the tool server {redact(self._server.url)} {error}") from error
+            raise ToolFailureError(f"{server} {error}") from error
 
     async def close(self) -> None:
         """Do nothing: the server has no session."""
+
+    def join(self, name: str) -> httpx.URL:
+        return self._url.copy_with(path=f"{self._url.path.rstrip('/')}/{name}")
+
+
+def _make_client() -> httpx.AsyncClient:
+    # A client per request: an idle connection may be closed while the next call is sent.
+    return httpx.AsyncClient(verify=create_ssl_context(), timeout=httpx.Timeout(None, connect=CONNECT_S))
 
 
 def read_reply(response: httpx.Response) -> ToolResult:

@@ -13,9 +13,9 @@ import os
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import anyio
 
@@ -39,22 +39,12 @@ _EPISODE = "verl/episode"  # in the metadata of calls, for servers whose protoco
 _owners: set[asyncio.Task[None]] = set()  # an event loop keeps only weak references to tasks
 
 
-class McpServer(Protocol):
-    """How to reach an MCP server."""
-
-    @property
-    def label(self) -> str:
-        """The name of the server in messages."""
-        ...
-
-    def connect(self) -> AbstractAsyncContextManager[ClientSession]:
-        """Return a session, which one task must enter and exit. Exiting releases everything."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class StdioServer:
-    """A program that is an MCP server, started for each session. It inherits few environment variables."""
+    """A program that is an MCP server, started for each session. It inherits few environment variables.
+
+    One task must enter and exit the session of `connect`; exiting releases everything.
+    """
 
     name: str
     command: str
@@ -102,13 +92,22 @@ class HttpServer:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
-        endpoint = _Endpoint()
+        status = ""
+        session_ids: dict[httpx2.URL, str] = {}
+
+        async def read_headers(response: httpx2.Response) -> None:
+            nonlocal status
+            if response.request.method == "POST":
+                status = f" (HTTP {response.status_code})" if response.status_code >= 400 else ""
+            if not session_ids and (session_id := response.headers.get("mcp-session-id")):
+                session_ids[response.request.url] = session_id
+
         client = httpx2.AsyncClient(
             headers=dict(self.headers),
             verify=create_ssl_context(),
             timeout=httpx2.Timeout(None, connect=CONNECT_S),
             limits=httpx2.Limits(max_keepalive_connections=0),  # an idle connection may be closed while a call is sent
-            event_hooks={"response": [endpoint.read]},
+            event_hooks={"response": [read_headers]},
         )
         async with client:
             try:
@@ -118,35 +117,14 @@ class HttpServer:
                 async with transport as streams, _start_session(streams) as session:
                     yield session
             except Exception as error:  # the SDK raises exception groups of any kind
-                raise ToolFailureError(_describe(error) + endpoint.describe_status()) from error
+                raise ToolFailureError(_describe(error) + status) from error
             finally:  # the SDK does not end the session of a connection that broke
-                with anyio.move_on_after(DELETE_S, shield=True):
-                    await endpoint.delete_session(client)
+                for url, session_id in session_ids.items():
+                    with anyio.move_on_after(DELETE_S, shield=True), contextlib.suppress(httpx2.HTTPError):
+                        await client.delete(url, headers={"mcp-session-id": session_id})
 
 
-class _Endpoint:
-    """The session id and the last HTTP status of a server, read from its responses."""
-
-    def __init__(self) -> None:
-        self._session: tuple[httpx2.URL, dict[str, str]] | None = None
-        self._status: int | None = None
-
-    async def read(self, response: httpx2.Response) -> None:
-        if response.request.method == "POST":
-            self._status = response.status_code if response.status_code >= 400 else None
-        if (session_id := response.headers.get("mcp-session-id")) and self._session is None:
-            self._session = response.request.url, {"mcp-session-id": session_id}
-
-    def describe_status(self) -> str:
-        return "" if self._status is None else f" (HTTP {self._status})"
-
-    async def delete_session(self, client: httpx2.AsyncClient) -> None:
-        import httpx2
-
-        if self._session is not None:
-            url, headers = self._session
-            with contextlib.suppress(httpx2.HTTPError):  # the server is gone, and the session with it
-                await client.delete(url, headers=headers)
+McpServer = StdioServer | HttpServer
 
 
 class McpSession:

@@ -10,18 +10,18 @@ import asyncio
 import importlib.util
 import json
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import httpx
 
-from verl.agents.errors import ToolError, ToolFailureError
+from verl.agents.errors import ToolFailureError
 from verl.agents.tools.function_tools import Tool
-from verl.agents.tools.json_servers import JsonServer
+from verl.agents.tools.json_servers import JsonSession
 from verl.agents.tools.mcp_servers import HttpServer, McpServer, McpSession, StdioServer
 from verl.agents.tools.results import ToolResult
 from verl.agents.user_code import run_with_timeout
@@ -32,22 +32,18 @@ from verl.redaction import redact, remember
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 START_S = 20.0  # timeout for listing the tools of a server
-_END_S = 20.0  # timeout for closing the connection afterwards
-MAX_DEPTH = 100  # nesting of arguments
 _HTTP_TYPES = (None, "http", "streamable-http", "streamable_http", "streamableHttp")
 _NO_EFFECT = ("rate_limit", "timeout", "num_workers")  # options of other implementations of these files
 
 
 class ToolSession(Protocol):
-    """The calls of one episode."""
+    """The calls of one episode. `close` ends the session, if there is one."""
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool of the server."""
-        ...
+    async def list_tools(self) -> Sequence[Mapping[str, Any]]: ...
 
-    async def close(self) -> None:
-        """End the session, if there is one."""
-        ...
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult: ...
+
+    async def close(self) -> None: ...
 
 
 class ServerTool:
@@ -57,7 +53,6 @@ class ServerTool:
         self.schema, self._session = schema, session
 
     async def call(self, arguments: Mapping[str, Any], timeout_s: float) -> ToolResult:
-        check_arguments(arguments)
         name = self.schema["function"]["name"]
         return await run_with_timeout(self._session.call(name, arguments), timeout_s, name)
 
@@ -84,23 +79,6 @@ class ServerSource:
         return ServerSource(self._start_session, [each for each in self._schemas if each["function"]["name"] in names])
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise `ToolError` for arguments that JSON cannot express, such as NaN: a mistake of the model, not the server."""
-    try:
-        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
-        _check_depth(arguments, MAX_DEPTH)
-    except (ValueError, RecursionError) as error:
-        raise ToolError(f"the arguments cannot be sent as JSON: {error}") from None
-
-
-def _check_depth(value: Any, limit: int) -> None:
-    if isinstance(value, (Mapping, list)):
-        if limit == 0:
-            raise ValueError(f"they are nested more than {MAX_DEPTH} times")
-        for each in value.values() if isinstance(value, Mapping) else value:
-            _check_depth(each, limit - 1)
-
-
 def load_tool_server(url: str, key: str) -> ServerSource:
     """Find out which protocol a tool server speaks, and return its tools."""
     try:
@@ -111,7 +89,7 @@ def load_tool_server(url: str, key: str) -> ServerSource:
         raise ConfigError([f"{key}: {redact(url)} is not the URL of a server; set it to http://host:port"])
     fix = f"start the server, check the URL, or set {key}=null"
     try:
-        source = run_in_own_loop(lambda: _list_in_time(_find_protocol(url)))
+        source = _run_in_own_loop(_list_in_time(_find_protocol(url)))
     except ToolFailureError as error:
         raise ConfigError([f"{key}: the tool server {redact(url)} {redact(str(error))}; {fix}"]) from error
     if not source.list_schemas():
@@ -121,37 +99,40 @@ def load_tool_server(url: str, key: str) -> ServerSource:
 
 async def _find_protocol(url: str) -> ServerSource:
     """Try MCP, plain JSON, and MCP at its usual path below the root."""
-    mcp, plain = HttpServer(url), JsonServer(url)
-    problems = []
-    if has_mcp := importlib.util.find_spec("mcp") is not None:
+    root, problems = httpx.URL(url), []
+    has_mcp = importlib.util.find_spec("mcp") is not None
+    if not has_mcp:
+        problems.append(_explain_missing_mcp())
+    else:
         try:
             async with asyncio.timeout(START_S / 2):
-                return await _load_mcp_server(mcp)
+                return await _load_source(partial(McpSession, HttpServer(url)))
         except (ToolFailureError, TimeoutError) as error:
             problems.append(str(error) or "no reply as an MCP server")
-    else:
-        problems.append(f"MCP servers need the package mcp: {format_install_hint('agents')}")
     try:
-        return ServerSource(plain.start_session, await plain.list_tools())
+        return await _load_source(partial(JsonSession, url))
     except httpx.HTTPError as error:
         raise ToolFailureError(f"cannot be reached: {type(error).__name__}: {error}") from error
     except ToolFailureError as error:
         problems.append(str(error))
-    if has_mcp and (root := httpx.URL(url)).path in ("", "/"):
+    if has_mcp and root.path in ("", "/"):
         try:
-            return await _load_mcp_server(HttpServer(str(root.copy_with(path="/mcp"))))
+            return await _load_source(partial(McpSession, HttpServer(str(root.copy_with(path="/mcp")))))
         except ToolFailureError as error:
             problems.append(str(error))
     raise ToolFailureError(f"speaks neither MCP nor plain JSON ({'; '.join(problems)})")
 
 
-async def _load_mcp_server(server: McpServer) -> ServerSource:
-    session = McpSession(server)
+def _explain_missing_mcp() -> str:
+    return f"MCP servers need the package mcp: {format_install_hint('agents')}"
+
+
+async def _load_source(start_session: Callable[[], ToolSession]) -> ServerSource:
+    session = start_session()
     try:
-        schemas = await session.list_tools()
+        return ServerSource(start_session, await session.list_tools())
     finally:
         await session.close()
-    return ServerSource(lambda: McpSession(server), schemas)
 
 
 def load_mcp_servers(spec: Mapping[str, Any], where: str, folder: Path) -> list[ServerSource]:
@@ -161,14 +142,11 @@ def load_mcp_servers(spec: Mapping[str, Any], where: str, folder: Path) -> list[
     path is relative to the current folder, or else to `folder`, that of the tool file.
     """
     if importlib.util.find_spec("mcp") is None:
-        raise ConfigError([f"{where}: MCP servers need the package mcp: {format_install_hint('agents')}"])
+        raise ConfigError([f"{where}: {_explain_missing_mcp()}"])
     _check_class(spec, where)
     options = spec.get("mcp") or {}
     servers = read_servers_file(options.get("mcp_servers_config_path"), where, folder)
-    try:
-        found = run_in_own_loop(lambda: _load_all(servers))
-    except ToolFailureError as error:
-        raise ConfigError([f"{where}: an MCP server {error}"]) from error
+    found = _run_in_own_loop(_load_all(servers))
     if problems := [f"{where}: {redact(str(each))}" for each in found if isinstance(each, BaseException)]:
         raise ConfigError(problems)
     sources = [each for each in found if isinstance(each, ServerSource)]
@@ -234,13 +212,8 @@ def _check_class(spec: Mapping[str, Any], where: str) -> None:
 
 
 async def _load_all(servers: Sequence[McpServer]) -> list[ServerSource | BaseException]:
-    async def load(server: McpServer) -> ServerSource:
-        try:
-            return await _list_in_time(_load_mcp_server(server))
-        except TimeoutError as error:
-            raise ToolFailureError(f"{server.label} {error}") from None
-
-    return await asyncio.gather(*map(load, servers), return_exceptions=True)
+    loading = (_list_in_time(_load_source(partial(McpSession, server)), f"{server.label} ") for server in servers)
+    return await asyncio.gather(*loading, return_exceptions=True)
 
 
 def _select(sources: Sequence[ServerSource], names: Sequence[str], where: str) -> list[ServerSource]:
@@ -253,26 +226,15 @@ def _select(sources: Sequence[ServerSource], names: Sequence[str], where: str) -
     return [selected for source in sources if (selected := source.select(names)).list_schemas()]
 
 
-async def _list_in_time(work: Coroutine[Any, Any, T]) -> T:
+async def _list_in_time(work: Coroutine[Any, Any, T], name: str = "") -> T:
     try:
         async with asyncio.timeout(START_S):
             return await work
     except TimeoutError:
-        raise TimeoutError(f"did not list its tools within {START_S:g} s") from None
+        raise ToolFailureError(f"{name}did not list its tools within {START_S:g} s") from None
 
 
-def run_in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def _run_in_own_loop(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in an event loop of its own: the caller's thread may already run an event loop."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(asyncio.run(work()))
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="list-tools", daemon=True).start()
-    try:
-        return result.result(START_S + _END_S)
-    except TimeoutError as error:
-        raise ToolFailureError(str(error) or "did not list its tools: the process is too busy") from error
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
