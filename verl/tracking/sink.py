@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,9 +11,17 @@ from typing import Any, Protocol
 class Sink(Protocol):
     """A metric logger. Validation metrics of a step may come in a separate call."""
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def log(self, metrics: Mapping[str, float], step: int, /) -> None: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionSink:
+    """A metric logger that is two functions."""
+
+    log: Callable[[Mapping[str, float], int], None]
+    close: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)

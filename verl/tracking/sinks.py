@@ -14,8 +14,8 @@ from verl.private_files import make_folder
 from verl.redaction import redact_settings
 from verl.tracking.buffered_sink import BufferedSink
 from verl.tracking.console import Console
-from verl.tracking.services import MlflowSink, SwanlabSink, TrackioSink, WandbSink
-from verl.tracking.sink import RunInfo, Sink
+from verl.tracking.services import open_mlflow, open_swanlab, open_trackio, open_wandb
+from verl.tracking.sink import FunctionSink, RunInfo, Sink
 
 
 class ConsoleSink:
@@ -68,21 +68,18 @@ class JsonlSink:
         self._file.close()
 
 
-class TensorboardSink:
-    """Writes TensorBoard event files to `tensorboard/` in the run's folder."""
+def open_tensorboard(run: RunInfo) -> Sink:
+    """Write TensorBoard event files to `tensorboard/` in the run's folder."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run: RunInfo) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    purge = None if run.resumed_step is None else run.resumed_step + 1
+    writer = SummaryWriter(run.folder / "tensorboard", purge_step=purge)
 
-        purge = None if run.resumed_step is None else run.resumed_step + 1
-        self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=purge)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return FunctionSink(log, writer.close)
 
 
 class Sinks:
@@ -102,11 +99,11 @@ class Sinks:
 
 _OPENERS: dict[str, Callable[[RunInfo], Sink]] = {
     "jsonl": lambda run: JsonlSink(run.folder, run.resumed_step),
-    "tensorboard": TensorboardSink,
-    "wandb": WandbSink,
-    "mlflow": MlflowSink,
-    "trackio": TrackioSink,
-    "swanlab": SwanlabSink,
+    "tensorboard": open_tensorboard,
+    "wandb": open_wandb,
+    "mlflow": open_mlflow,
+    "trackio": open_trackio,
+    "swanlab": open_swanlab,
 }
 _FIXES = {
     "wandb": "Check the network and https://status.wandb.com, or set WANDB_MODE=offline and upload later.",
