@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,7 @@ from verl.tracking.console import Console
 from verl.types import SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from verl.agents.agent_episode import AgentEpisode
     from verl.agents.transcript import Transcript
-    from verl.data.dataset import PromptDataset
     from verl.rollout.replica_pool import EnginePool
     from verl.rollout.supervisor import EngineSupervisor
 
@@ -110,7 +106,7 @@ async def _generate(config: Config, output: Path, part: int, console: Console) -
     from verl.trainer.build.runtime import with_absolute_paths
 
     check_files(config)
-    prompts = _load_prompts(config)
+    prompts = _Prompts(config)
     dataset, table = prompts.dataset, ResponseTable(prompts.dataset, has_episodes=prompts.agent is not None)
     for note in filter(None, (str(dataset.report), prompts.hint, *table.notes)):
         console.note(note)
@@ -172,13 +168,28 @@ async def _start_engines(
     return EnginePool(membership.view, stall_timeout_s=stall_timeout_s, reply_timeout_s=reply_timeout_s), supervisor
 
 
-@dataclass(frozen=True, slots=True)
 class _Prompts:
-    dataset: PromptDataset
-    sampling: SamplingParams
-    tokenizer: PreTrainedTokenizerBase
-    hint: str | None
-    agent: AgentEpisode | None  # None: one response to each prompt
+    """The prompts of the files, and how responses to them are generated."""
+
+    def __init__(self, config: Config) -> None:
+        from verl.agents.agent_episode import AgentEpisode
+        from verl.data.chat import chat_template_hint
+        from verl.data.dataset import PromptDataset
+        from verl.models.stop_tokens import find_stop_tokens
+        from verl.trainer.build.data import add_tools, check_agents, open_tokenizer, prompt_options
+
+        model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
+        self.tokenizer = tokenizer = open_tokenizer(model, "actor_rollout_ref.model")
+        has_agent = rollout.multi_turn.enable
+        options = add_tools(prompt_options(data), check_agents(config, tokenizer) if has_agent else [])
+        self.dataset = PromptDataset(data.train_files, tokenizer, options, num_workers=data.num_workers)
+        stops = find_stop_tokens(model.path, tokenizer.eos_token_id)
+        self.sampling = SamplingParams(
+            data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stops
+        )
+        first = self.dataset.row(0)[data.prompt_key]
+        self.hint = chat_template_hint(tokenizer, first, data.apply_chat_template_kwargs)
+        self.agent = AgentEpisode(config, tokenizer) if has_agent else None  # None: one response to each prompt
 
     async def generate(self, row: int, config: Config, pool: EnginePool) -> list[Transcript]:
         from verl.agents.episode import single_turn
@@ -192,40 +203,19 @@ class _Prompts:
         return await asyncio.gather(*episodes)
 
     def to_columns(self, episodes: Sequence[Transcript]) -> dict[str, Any]:
-        columns = {
+        columns: dict[str, Any] = {
             "responses": [self._decode_last(each) for each in episodes],
             "finish_reasons": ["error" if each.failure else each.finish_reason for each in episodes],
             "response_lengths": [each.last.count_generated() if each.turns else 0 for each in episodes],
         }
-        if self.agent is None:
-            return columns
-        return columns | {
-            "conversations": [json.dumps(each.messages or []) for each in episodes],
-            "rewards": [each.own_score for each in episodes],
-        }
+        if self.agent is not None:
+            columns["conversations"] = [json.dumps(each.messages or []) for each in episodes]
+            columns["rewards"] = [each.own_score for each in episodes]
+        return columns
 
     def _decode_last(self, episode: Transcript) -> str:
         tokens = list(episode.last.completion.token_ids) if episode.turns else []
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-def _load_prompts(config: Config) -> _Prompts:
-    from verl.agents.agent_episode import AgentEpisode
-    from verl.data.chat import chat_template_hint
-    from verl.data.dataset import PromptDataset
-    from verl.models.stop_tokens import find_stop_tokens
-    from verl.trainer.build.data import add_tools, check_agents, open_tokenizer, prompt_options
-
-    model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
-    tokenizer = open_tokenizer(model, "actor_rollout_ref.model")
-    has_agent = rollout.multi_turn.enable
-    options = add_tools(prompt_options(data), check_agents(config, tokenizer) if has_agent else [])
-    dataset = PromptDataset(data.train_files, tokenizer, options, num_workers=data.num_workers)
-    stop_ids = find_stop_tokens(model.path, tokenizer.eos_token_id)
-    sampling = SamplingParams(data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stop_ids)
-    hint = chat_template_hint(tokenizer, dataset.row(0)[data.prompt_key], data.apply_chat_template_kwargs)
-    agent = AgentEpisode(config, tokenizer) if has_agent else None
-    return _Prompts(dataset, sampling, tokenizer, hint, agent)
 
 
 def _describe_inputs(config: Config) -> dict[str, Any]:

@@ -46,6 +46,8 @@ example:
   verl merge --local_dir checkpoints/verl/default/global_step_20/actor --target_dir merged
 """
 
+_FLAGS = ("private", "adapter", "tie_word_embedding", "is_value_model", "use_cpu_initialization", "trust_remote_code")
+
 
 def main(argv: Sequence[str]) -> int:
     """Convert or compare; return the exit code."""
@@ -87,17 +89,10 @@ def _read_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser("verl merge", allow_abbrev=True)
     parser.add_argument("operation", choices=["merge", "test"])
     parser.add_argument("--backend", default="fsdp", choices=["fsdp", "megatron"])
-    parser.add_argument("--local_dir", "--local-dir", required=True)
-    parser.add_argument("--target_dir", "--target-dir")
-    parser.add_argument("--test_hf_dir", "--test-hf-dir")
-    parser.add_argument("--hf_model_path", "--hf-model-path")
-    parser.add_argument("--hf_upload_path", "--hf-upload-path")
-    parser.add_argument("--private", action="store_true")
-    parser.add_argument("--adapter", action="store_true")
-    parser.add_argument("--tie-word-embedding", "--tie_word_embedding", action="store_true")
-    parser.add_argument("--is-value-model", "--is_value_model", action="store_true")
-    parser.add_argument("--use_cpu_initialization", "--use-cpu-initialization", action="store_true")
-    parser.add_argument("--trust-remote-code", "--trust_remote_code", action="store_true")
+    for name in ("local_dir", "target_dir", "test_hf_dir", "hf_model_path", "hf_upload_path"):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", required=name == "local_dir")
+    for name in _FLAGS:
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", action="store_true")
     options = parser.parse_args(arguments)
     required = "target_dir" if options.operation == "merge" else "test_hf_dir"
     if getattr(options, required) is None:
