@@ -157,7 +157,7 @@ def test_wrong_settings_end_with_code_2_and_the_message_alone(
 
 
 @pytest.mark.parametrize(("command", "module"), [("train", "verl.commands.train"), ("demo", "verl.commands.demo")])
-def test_train_and_demo_hand_their_arguments_on(
+def test_train_and_demo_pass_their_arguments_on(
     command: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[list[str]] = []
@@ -267,7 +267,7 @@ def test_data_without_a_model_imports_no_torch_and_no_transformers(tmp_path: Pat
     assert done.returncode == 0, done.stderr
 
 
-def test_an_error_nobody_foresaw_is_told_without_secrets(
+def test_an_unexpected_error_is_printed_without_secrets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(argv: list[str]) -> int:

@@ -141,13 +141,13 @@ def test_errors_say_what_to_do(
     assert not (tmp_path / "merged").exists()
 
 
-def test_the_other_spelling_of_a_step_is_taken_for_it(tmp_path: Path) -> None:
+def test_both_spellings_of_a_step_folder_are_accepted(tmp_path: Path) -> None:
     checkpoint(tmp_path / "run")
     assert merge(tmp_path / "run/global_steps_20/actor", tmp_path / "merged") == 0
     assert (tmp_path / "merged" / "config.json").is_file()
 
 
-def test_a_target_that_holds_something_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_is_not_empty_is_not_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, _ = checkpoint(tmp_path / "run")
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "mine.txt").write_text("mine")

@@ -64,7 +64,6 @@ class AgentEpisode:
             self._default = "environment"
 
     def list_schemas(self) -> list[dict[str, Any]]:
-        """Return the schemas of all tools, as the model sees them."""
         return [dict(schema) for source in self._sources for schema in source.list_schemas()]
 
     async def __call__(self, prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
@@ -151,7 +150,6 @@ def read_score(score: Any) -> float | None:
 
 
 def make_task(prompt: Prompt) -> Task:
-    """Return the task of a prompt, as agents get it."""
     raw = read_prompt(prompt.raw) if prompt.raw is not None else None
     if raw is None or isinstance(raw, str):
         raise DataError(

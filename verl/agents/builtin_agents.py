@@ -11,7 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from verl.agents.chat_model import ChatModel, Reply
 from verl.agents.errors import EpisodeLimitError, ToolError, ToolFailureError
@@ -130,20 +130,12 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class Environment(Protocol):
-    """An environment of one episode. Methods may be coroutines or blocking; `close` is optional."""
-
-    def reset(self, row: Mapping[str, Any]) -> Any:
-        """Return the first messages for the model."""
-        ...
-
-    def step(self, reply: Reply) -> Any:
-        """Return a `Step`, or a tuple of its fields, for a reply of the model."""
-        ...
-
-
 class EnvironmentAgent:
-    """Plays an episode against a new environment. The score is the sum of the rewards of all turns."""
+    """Plays an episode against a new environment. The score is the sum of the rewards of all turns.
+
+    `reset(row)` returns the first messages for the model, `step(reply)` a `Step` or a tuple of its fields. Both may be
+    coroutines or block, as may `close`, which is optional.
+    """
 
     def __init__(self, settings: MultiTurnConfig, make: Callable[[], Any]) -> None:
         self._settings, self._make = settings, make

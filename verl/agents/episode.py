@@ -139,10 +139,10 @@ class EpisodeRunner:
                 for index, (each, slot) in enumerate(zip(samplings, slots, strict=True))
             )
         )
-        if not greedy_baseline:
-            return [sample for samples in episodes for sample in samples]
-        greedy = episodes.pop()[0]
+        greedy = episodes.pop()[0] if greedy_baseline else None
         samples = [sample for samples in episodes for sample in samples]
+        if greedy is None:
+            return samples
         if greedy.failure is not None:  # no baseline
             return [replace(sample, failure=sample.failure or greedy.failure) for sample in samples]
         return [replace(sample, baseline=greedy.score) for sample in samples]

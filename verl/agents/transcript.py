@@ -29,7 +29,6 @@ class Turn:
     reward: float = 0.0
 
     def path(self) -> list[Turn]:
-        """Return the turns from the root to this one."""
         turns: list[Turn] = [self]
         while (parent := turns[-1].parent) is not None:
             turns.append(parent)

@@ -93,6 +93,5 @@ def complete(line: str) -> list[str]:
 
 
 def _list_options(command: str) -> list[str]:
-    """Return the options that the help of a command lists."""
     module = importlib.import_module(f"verl.commands.{MODULES.get(command, command)}")
     return list(dict.fromkeys(re.findall(r"^  (?:-\w, )?(--[\w-]+)", module.HELP, re.MULTILINE)))

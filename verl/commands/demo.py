@@ -24,7 +24,6 @@ options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo; return the exit code."""
     folder, loaded = read_arguments(argv)
     asyncio.run(run_demo(folder, loaded, Console()))
     return 0

@@ -43,7 +43,6 @@ _TIMEOUT_S = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report."""
     parser = ArgumentParser("verl env")
     parser.add_argument("--json", action="store_true")
     report = collect_report()

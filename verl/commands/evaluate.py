@@ -12,19 +12,22 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
 from verl.config.command_line import split_arguments
 from verl.config.load import load_for_generation
 from verl.config.schema.root import Config
+from verl.data.dataset import extract_reward_fields
+from verl.data.files import find_files, open_rows
 from verl.errors import ConfigError, DataError, RewardError
+from verl.rewards.pool.pool import RewardClient, open_rewards
+from verl.rewards.result import RewardResult
+from verl.rewards.reward_function import explain_no_scorer, resolve_scorer
+from verl.rewards.score_statistics import Estimate, ScoredResponses, summarize
 from verl.tracking.console import Console
-
-if TYPE_CHECKING:
-    from verl.rewards.pool.pool import RewardClient
-    from verl.rewards.result import RewardResult
-    from verl.rewards.score_statistics import Estimate, ScoredResponses
+from verl.trainer.build.reward_settings import reward_pool_settings
+from verl.types import Failed, Scored
 
 HELP = f"""\
 usage: verl eval FILE... [options] [settings]
@@ -57,7 +60,6 @@ class _Row:
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, Config]:
-    """Return the files, the options, and the settings."""
     parser = ArgumentParser("verl eval")
     parser.add_argument("--responses", default="responses")
     parser.add_argument("--k", type=_read_ks)
@@ -80,8 +82,6 @@ def _read_ks(text: str) -> list[int]:
 
 def main(argv: Sequence[str]) -> int:
     """Score the responses and print the results; return the exit code."""
-    from verl.rewards.score_statistics import summarize
-
     files, options, config = read_arguments(argv)
     console = Console()
     if config.reward.reward_model.enable:
@@ -118,9 +118,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _read_rows(files: Sequence[str], column: str, prompt_key: str) -> Iterator[_Row]:
-    from verl.data.dataset import extract_reward_fields
-    from verl.data.files import find_files, open_rows
-
     for path in find_files(files):
         file = open_rows(path)
         for index in range(len(file)):
@@ -143,10 +140,6 @@ def _read_rows(files: Sequence[str], column: str, prompt_key: str) -> Iterator[_
 
 
 async def _score_all(config: Config, rows: Sequence[_Row]) -> list[list[RewardResult]]:
-    from verl.rewards.pool.pool import open_rewards
-    from verl.rewards.reward_function import explain_no_scorer, resolve_scorer
-    from verl.trainer.build.reward_settings import reward_pool_settings
-
     for source in sorted({row.data_source for row in rows}):
         if resolve_scorer(config, source) is None:
             raise RewardError(explain_no_scorer(source))
@@ -158,8 +151,6 @@ async def _score_all(config: Config, rows: Sequence[_Row]) -> list[list[RewardRe
 
 
 async def _score(pool: RewardClient, row: _Row, response: Any) -> RewardResult:
-    from verl.types import Failed
-
     if not isinstance(response, str):
         problem = "no response" if response is None else f"a response is {type(response).__name__}, not text"
         return Failed("invalid", f"{row.location}: {problem}")
@@ -170,9 +161,6 @@ def _group_by_source(
     rows: Sequence[_Row], results: Sequence[Sequence[RewardResult]]
 ) -> tuple[dict[str, list[ScoredResponses]], list[str]]:
     """Return the scored responses of each data source, and the messages of those that could not be scored."""
-    from verl.rewards.score_statistics import ScoredResponses
-    from verl.types import Scored
-
     by_source, failures = defaultdict(list), []
     for row, of_row in zip(rows, results, strict=True):
         scored = [(text, r.score) for text, r in zip(row.responses, of_row, strict=True) if isinstance(r, Scored)]

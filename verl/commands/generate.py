@@ -13,21 +13,29 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from verl.agents.agent_episode import AgentEpisode
+from verl.agents.episode import single_turn
+from verl.agents.transcript import Transcript
+from verl.cluster.hangs.pending_calls import MARGIN_S
 from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
+from verl.commands.response_files import PartFiles, ResponseTable
 from verl.config.command_line import split_arguments
 from verl.config.load import LoadedConfig, load_for_generation
 from verl.config.schema import MISSING
 from verl.config.schema.root import Config
+from verl.data.chat import chat_template_hint
+from verl.data.dataset import PromptDataset
+from verl.data.files import find_files
 from verl.errors import ConfigError
+from verl.models.stop_tokens import find_stop_tokens
+from verl.rollout.membership import EngineMembership
+from verl.rollout.replica_pool import EnginePool
+from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
+from verl.trainer.restarts import RestartTracker
 from verl.types import SamplingParams
-
-if TYPE_CHECKING:
-    from verl.agents.transcript import Transcript
-    from verl.rollout.replica_pool import EnginePool
-    from verl.rollout.supervisor import EngineSupervisor
 
 HELP = f"""\
 usage: verl generate FILE... --output RESPONSES.parquet [settings]
@@ -101,7 +109,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _generate(config: Config, output: Path, part: int, console: Console) -> None:
-    from verl.commands.response_files import PartFiles, ResponseTable
     from verl.trainer.build.preflight import check_files
     from verl.trainer.build.runtime import with_absolute_paths
 
@@ -137,14 +144,10 @@ async def _start_engines(
     config: Config, console: Console, closing: AsyncExitStack
 ) -> tuple[EnginePool, EngineSupervisor]:
     """Start the rollout engines, which load the model from disk, and what restarts them; `closing` ends them."""
-    from verl.cluster.hangs.pending_calls import MARGIN_S
-    from verl.rollout.membership import EngineMembership
-    from verl.rollout.replica_pool import EnginePool
     from verl.trainer.build.placement import place_engines
     from verl.trainer.build.rl_builder import build_supervisor
     from verl.trainer.build.runtime import RunBuilder
     from verl.trainer.build.worker_settings import deadlines
-    from verl.trainer.restarts import RestartTracker
 
     restarts, limits = RestartTracker(console, config.trainer.faults), deadlines(config)
     builder = RunBuilder(config, console, restarts, closing)
@@ -172,10 +175,6 @@ class _Prompts:
     """The prompts of the files, and how responses to them are generated."""
 
     def __init__(self, config: Config) -> None:
-        from verl.agents.agent_episode import AgentEpisode
-        from verl.data.chat import chat_template_hint
-        from verl.data.dataset import PromptDataset
-        from verl.models.stop_tokens import find_stop_tokens
         from verl.trainer.build.data import add_tools, check_agents, open_tokenizer, prompt_options
 
         model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
@@ -192,8 +191,6 @@ class _Prompts:
         self.agent = AgentEpisode(config, tokenizer) if has_agent else None  # None: one response to each prompt
 
     async def generate(self, row: int, config: Config, pool: EnginePool) -> list[Transcript]:
-        from verl.agents.episode import single_turn
-
         prompt = self.dataset[row]
         assert prompt is not None, "only streamed data sets drop prompts late"
         play = self.agent or single_turn
@@ -220,8 +217,6 @@ class _Prompts:
 
 def _describe_inputs(config: Config) -> dict[str, Any]:
     """Return the settings and files that the responses depend on: parts of different inputs are not mixed."""
-    from verl.data.files import find_files
-
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     return {
         "data": config.data.model_dump(mode="json", exclude={"num_workers", "cache_dir"}),

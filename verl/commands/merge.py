@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.checkpoint.files import replace
+from verl.checkpoint.manifest import find_corruption
 from verl.checkpoint.model_card import CARD, check_upload, render_model_card, upload_model
 from verl.commands.arguments import ArgumentParser
 from verl.errors import CheckpointError, VerlError, list_some
@@ -108,7 +110,6 @@ def _read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 def _find_checkpoint(path: Path) -> Path:
     """Return the folder of shards, after verifying its checksums."""
-    from verl.checkpoint.manifest import find_corruption
     from verl.checkpoint.shards import METADATA
 
     if not path.is_dir():  # the other spelling, which settings accept too
@@ -131,8 +132,6 @@ def _find_checkpoint(path: Path) -> Path:
 
 def _write_model(checkpoint: CheckpointModel, target: Path) -> list[str]:
     """Write the model to a temporary folder, verify it there, and rename it to `target`; return its files."""
-    from verl.checkpoint.files import replace
-
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"--target_dir {target}: already exists and is not empty; choose another, or move it")
     try:

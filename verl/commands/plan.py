@@ -45,7 +45,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[Config, Device, bool]:
-    """Return the settings, the accelerator, and whether to print JSON."""
     parser = ArgumentParser("verl plan")
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--gpus", type=int)
@@ -91,7 +90,6 @@ def _plan(config: Config, device: Device, *, as_json: bool) -> int:
 
 
 def _verdict(config: Config, problems: Mapping[str, str], changes: Sequence[SettingsChange]) -> list[str]:
-    """Return what fits, and which settings to change."""
     if not problems:
         return ["Every phase fits."]
     lines = ["It does not fit:", *(f"  {phase}: {problem}" for phase, problem in problems.items()), ""]

@@ -46,7 +46,6 @@ ColumnChunk: TypeAlias = "list[Any] | pa.Array"
 
 
 def to_python(chunk: ColumnChunk) -> list[Any]:
-    """Return the values as Python objects."""
     return chunk if isinstance(chunk, list) else chunk.to_pylist()
 
 

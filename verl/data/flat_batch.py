@@ -108,7 +108,6 @@ class FlatBatch:
         )
 
     def split(self, parts: Iterable[Sequence[int] | np.ndarray]) -> list[FlatBatch]:
-        """Return one batch per list of indices."""
         return [self.select(part) for part in parts]
 
     def with_(self, **changes: Tensor | None) -> FlatBatch:
@@ -119,7 +118,6 @@ class FlatBatch:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> FlatBatch:
-        """Return the batch on another device."""
         moved = {name: value.to(device, non_blocking=True) for name, value in self._per_token().items()}
         return type(self)(
             offsets=self.offsets.to(device, non_blocking=True),

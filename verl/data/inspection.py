@@ -112,7 +112,6 @@ class DataInspector(FileSet):
         return "characters" if self.tokenizer is None else "tokens"
 
     def describe_columns(self) -> dict[str, str]:
-        """Return how each column is used."""
         columns = list(dict.fromkeys(column for file in self.files for column in file.columns))
         known = {
             "data_source": "selects the scorer, and is passed to it",
@@ -239,7 +238,6 @@ class DataInspector(FileSet):
 
 
 def _is_blank(prompt: Any) -> bool:
-    """Return whether the prompt has no content."""
     if isinstance(prompt, str):
         return not prompt.strip()
     return not any(str(message.get("content") or "").strip() or message.get("tool_calls") for message in prompt)

@@ -104,7 +104,6 @@ def _deal(lengths: Sequence[int], parts: int, max_items: int | None = None) -> t
 
 
 def _sort_by_length(lengths: Sequence[int]) -> list[int]:
-    """Return indices by length, stable."""
     return sorted(range(len(lengths)), key=lengths.__getitem__)
 
 

@@ -47,7 +47,6 @@ class RankPlan:
     branches: npt.NDArray[np.float64] | None = None  # [n] of the episode of each sample; None: all have one
 
     def __len__(self) -> int:
-        """Return the number of samples on this rank."""
         return len(self.groups)
 
     def without_refs(self) -> RankPlan:

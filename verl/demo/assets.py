@@ -97,7 +97,6 @@ def split_problems(*, seed: int = 0) -> tuple[list[tuple[int, int]], list[tuple[
 
 
 def read_problems(path: Path) -> list[tuple[str, str]]:
-    """Return (prompt, answer) of every row."""
     rows = pq.read_table(path, columns=["prompt", "reward_model"]).to_pylist()
     return [(row["prompt"], row["reward_model"]["ground_truth"]) for row in rows]
 

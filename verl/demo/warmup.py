@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,15 +53,7 @@ def warm_up(
 ) -> WarmUp:
     """Train the model in `folder` in place, on one rank in this process."""
     torch.set_num_threads(threads)
-    init_process_group(0, 1, "127.0.0.1", 0)
-    try:
-        return _warm_up(Assets(Path(folder)), target, max_steps, seed, optimizer)
-    finally:
-        close_process_group()
-
-
-def _warm_up(assets: Assets, target: float, max_steps: int, seed: int, optimizer: Optimizer) -> WarmUp:
-    start = time.perf_counter()
+    start, assets = time.perf_counter(), Assets(Path(folder))
     path = str(assets.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
     problems, test = read_problems(assets.train), encode(tokenizer, read_problems(assets.test))
@@ -69,20 +62,23 @@ def _warm_up(assets: Assets, target: float, max_steps: int, seed: int, optimizer
     rows = torch.randint(len(examples), (max_steps, _BATCH), generator=torch.Generator().manual_seed(seed)).tolist()
     schedule = Schedule(3e-3, warmup_steps=20)
     settings = get_settings_class()(path, optimizer=optimizer, schedule=schedule, betas=(0.9, 0.95), weight_decay=0.0)
-    model = SFTModel(build_engine(settings))
-    copy = AutoModelForCausalLM.from_pretrained(path)
-    loss, step = float("inf"), 0
-    for step in range(1, max_steps + 1):
-        batch = [examples[row] for row in rows[step - 1]]
-        [rank_batch] = split_batch(batch, ranks=1, limit=MicroBatchLimit(samples=_BATCH, tokens=None))
-        step_loss = model.update(rank_batch)["train/loss"]
-        loss = step_loss if step == 1 else 0.8 * loss + 0.2 * step_loss
-        if step % _MEASURE_EVERY == 0 and loss < _MEASURE_BELOW_LOSS:
-            _copy_weights(model.engine.weights(), copy)
-            if measure_accuracy(copy, test[:_MEASURED_PROBLEMS]) >= target:
-                break
-    _copy_weights(model.engine.weights(), copy)
-    write_weights(assets.model, model.engine.weights())
+    init_process_group(0, 1, "127.0.0.1", 0)
+    with ExitStack() as closing:
+        closing.callback(close_process_group)
+        model = SFTModel(build_engine(settings))
+        copy = AutoModelForCausalLM.from_pretrained(path)
+        loss, step = float("inf"), 0
+        for step in range(1, max_steps + 1):
+            batch = [examples[row] for row in rows[step - 1]]
+            [rank_batch] = split_batch(batch, ranks=1, limit=MicroBatchLimit(samples=_BATCH, tokens=None))
+            step_loss = model.update(rank_batch)["train/loss"]
+            loss = step_loss if step == 1 else 0.8 * loss + 0.2 * step_loss
+            if step % _MEASURE_EVERY == 0 and loss < _MEASURE_BELOW_LOSS:
+                _copy_weights(model.engine.weights(), copy)
+                if measure_accuracy(copy, test[:_MEASURED_PROBLEMS]) >= target:
+                    break
+        _copy_weights(model.engine.weights(), copy)
+        write_weights(assets.model, model.engine.weights())
     return WarmUp(measure_accuracy(copy, test), step, time.perf_counter() - start)
 
 

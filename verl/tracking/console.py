@@ -109,11 +109,9 @@ class Console:
         self._write(line)
 
     def advice(self, text: str) -> None:
-        """Print a line of advice, highlighted."""
         self._write(Text("  ! ", style="bold yellow").append(redact(text), style="yellow"))
 
     def note(self, text: str) -> None:
-        """Print a plain line."""
         self._write(Text(redact(text)))
 
     def hints(self, texts: Iterable[str]) -> None:

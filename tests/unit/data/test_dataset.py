@@ -100,7 +100,7 @@ def test_keys_that_parquet_filled_with_null_do_not_reach_the_template(tmp_path: 
     ],
 )
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_a_reward_function_is_told_all_columns(
+def test_a_reward_function_gets_all_columns(
     tmp_path: Path, tokenizer: Any, suffix: str, columns: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
     path = write(tmp_path / f"a{suffix}", [{"prompt": "1", **columns}])
@@ -119,7 +119,9 @@ def test_overlong_prompts_are_dropped_and_reported(tmp_path: Path, tokenizer: An
 
 
 @pytest.mark.parametrize(("side", "left"), [("left", "3456"), ("right", "1234"), ("middle", "1256")])
-def test_overlong_prompts_are_truncated_if_told_so(tmp_path: Path, tokenizer: Any, side: str, left: str) -> None:
+def test_overlong_prompts_are_truncated_if_the_settings_say_so(
+    tmp_path: Path, tokenizer: Any, side: str, left: str
+) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "123456"}, {"prompt": "12"}])
     dataset = PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=4, filter_overlong=False, truncation=side))
     assert [text(tokenizer, prompt.token_ids) for prompt in dataset] == [left, "12"]
@@ -173,7 +175,7 @@ def test_patterns_and_the_home_folder_are_expanded(
     assert [text(tokenizer, prompt.token_ids) for prompt in dataset] == ["a", "b"]
 
 
-def test_row_groups_are_read_when_asked_for_and_leave_a_full_cache(
+def test_row_groups_are_read_on_demand_and_evicted_from_a_full_cache(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.parquet", [{"prompt": str(i)} for i in range(10)], row_group_size=3)
@@ -199,7 +201,7 @@ def test_long_files_are_measured_in_pieces(tmp_path: Path, tokenizer: Any, monke
     assert [len(prompt.token_ids) for prompt in dataset] == [n for n in lengths[:25] if n <= 3]
 
 
-def test_blank_lines_are_no_rows_and_lines_keep_their_numbers(tmp_path: Path, tokenizer: Any) -> None:
+def test_blank_lines_are_not_rows_and_lines_keep_their_numbers(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"prompt": "1"}\n  \n{"prompt": "2"')
     with pytest.raises(DataError, match=r"a.jsonl, line 4: not valid JSON"):
@@ -214,7 +216,7 @@ def refusal(path: Any, tokenizer: Any, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_a_missing_file_is_named_with_what_lies_beside_it(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_error_about_a_missing_file_lists_its_folder(tmp_path: Path, tokenizer: Any) -> None:
     write(tmp_path / "train.parquet", [{"prompt": "1"}])
     (tmp_path / "old").mkdir()
     said = refusal(tmp_path / "trian.parquet", tokenizer)
@@ -228,7 +230,7 @@ def test_a_missing_file_is_named_with_what_lies_beside_it(tmp_path: Path, tokeni
     assert "no data files are given" in refusal([], tokenizer)
 
 
-def test_a_missing_column_is_answered_with_the_likely_one(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_error_about_a_missing_column_suggests_a_likely_one(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.parquet", [{"question": "1", "answer": "2"}])
     assert refusal(path, tokenizer) == (
         f"column 'prompt' not found in {path}; it has: question, answer. Set data.prompt_key=question"
@@ -239,7 +241,7 @@ def test_a_missing_column_is_answered_with_the_likely_one(tmp_path: Path, tokeni
     assert refusal(path, tokenizer).endswith("Set data.prompt_key to the column with the prompts")
 
 
-def test_prompts_that_are_all_too_long_say_what_would_do(tmp_path: Path, tokenizer: Any) -> None:
+def test_if_all_prompts_are_too_long_the_error_names_the_limit_needed(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.parquet", [{"prompt": "1" * 12}, {"prompt": "1" * 10}])
     assert refusal(path, tokenizer) == (
         "a.parquet: all 2 prompts are longer than data.max_prompt_length=9 (the shortest has 10 tokens, the longest "
@@ -328,7 +330,7 @@ def test_every_row_is_asked_for_its_data_source(tmp_path: Path, tokenizer: Any, 
 STRUCT = pa.struct({"data_source": pa.string()})
 
 
-def test_lines_of_json_may_have_columns_that_the_first_has_not(
+def test_lines_of_json_may_have_columns_that_the_first_line_lacks(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "READ_AT_ONCE", 2)

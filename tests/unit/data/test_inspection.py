@@ -154,7 +154,7 @@ def test_a_problem_is_named_with_its_place_and_its_fix(
     assert (problem.text in text, problem.fix in text, "✓ none found" in text) == (True, True, False)
 
 
-def test_a_line_that_is_no_json_does_not_hide_the_others(tmp_path: Path) -> None:
+def test_a_line_that_is_not_json_does_not_hide_other_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [good("1")])
     path.write_text(path.read_text() + "oops\n" + json.dumps(good("2")) + "\n")
     found = report(look(path))
@@ -175,7 +175,7 @@ def test_a_missing_prompt_column_is_one_problem_and_the_rest_is_still_shown(tmp_
     assert "verl.rewards.scorers.gsm8k" in text
 
 
-def test_rows_of_one_kind_of_trouble_are_counted_and_the_first_is_shown(tmp_path: Path) -> None:
+def test_rows_with_the_same_problem_are_counted_and_the_first_is_shown(tmp_path: Path) -> None:
     rows = [good(str(n)) if n % 3 else good(prompt=None) for n in range(3000)]
     [problem] = report(look(write(tmp_path / "a.parquet", rows))).problems
     assert problem.text.startswith(f"1,000 rows, the first {tmp_path / 'a.parquet'}, row 0: the prompt is missing")
@@ -187,7 +187,7 @@ def test_training_prompts_in_a_test_file_are_found(tmp_path: Path) -> None:
     assert problem.text == f"{test}, line 1: the prompt is a duplicate of {train}, row 1"
 
 
-def test_files_without_rows_and_files_unlike_the_first_are_named(tmp_path: Path) -> None:
+def test_empty_files_and_files_with_other_columns_are_named(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", [good("1")])
     empty = write(tmp_path / "empty.jsonl", [])
     other = write(tmp_path / "b.jsonl", [good("2", hint="x")])
@@ -200,14 +200,14 @@ def test_files_without_rows_and_files_unlike_the_first_are_named(tmp_path: Path)
     assert "has no rows" in shown(nothing, report(nothing), rows=())
 
 
-def test_ones_own_function_knows_every_source_and_may_do_without_a_ground_truth(tmp_path: Path) -> None:
+def test_a_custom_function_scores_every_source_and_needs_no_ground_truth(tmp_path: Path) -> None:
     data = look(write(tmp_path / "a.jsonl", [good(data_source="mine", reward_model=None)]), own="my_reward.py")
     [problem] = report(data).problems
     assert (problem.fatal, "the scorer gets None" in problem.fix) == (False, True)
     assert "my_reward.py:compute_score" in shown(data, report(data))
 
 
-def test_only_the_first_rows_are_looked_at_if_so_asked(tmp_path: Path) -> None:
+def test_with_a_limit_only_the_first_rows_are_inspected(tmp_path: Path) -> None:
     files = [write(tmp_path / name, [good(f"{name}{n}") for n in range(5)]) for name in ("a.jsonl", "b.parquet")]
     for limit, rows in ((3, 3), (7, 7), (100, 10)):
         assert report(look(files), limit=limit).rows == rows

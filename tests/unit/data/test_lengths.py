@@ -118,7 +118,7 @@ def test_a_file_that_changes_while_it_is_measured_is_not_kept(
     [{"split": ".."}, {"template": "123" + TEMPLATE}, {"think": True}, {"column": "other"}, {"rows": 2}],
     ids=lambda other: next(iter(other)),
 )
-def test_whatever_else_lengths_depend_on_is_asked_for_too(tmp_path: Path, lengths: Any, other: dict[str, Any]) -> None:
+def test_lengths_are_measured_again_if_their_inputs_change(tmp_path: Path, lengths: Any, other: dict[str, Any]) -> None:
     path = write(tmp_path / "a.parquet", [3, 1, 2])
     first = lengths(path)
     changed = lengths(path, **other)
@@ -128,7 +128,7 @@ def test_whatever_else_lengths_depend_on_is_asked_for_too(tmp_path: Path, length
     assert lengths(path, **other) == (changed[0], True)
 
 
-def test_of_several_files_only_the_new_one_is_measured(tmp_path: Path, lengths: Any) -> None:
+def test_only_new_files_are_measured(tmp_path: Path, lengths: Any) -> None:
     first, second = write(tmp_path / "a.parquet", [3, 1]), write(tmp_path / "b.parquet", [5])
     lengths(first)
     assert lengths(first, second) == ([3, 1, 5], False)

@@ -48,7 +48,7 @@ def test_packing_leaves_no_two_pieces_that_would_fit_into_one(lengths: list[int]
 
 @law
 @given(lengths_lists, st.integers(1, 80), st.integers(0, 5))
-def test_levelling_gives_the_count_asked_for_within_the_budget(lengths: list[int], budget: int, more: int) -> None:
+def test_pack_into_returns_the_requested_count_within_the_budget(lengths: list[int], budget: int, more: int) -> None:
     count = max(len(pack(lengths, budget)) + more, 1)
     pieces = pack_into(lengths, budget, count)
     assert len(pieces) == count

@@ -186,7 +186,7 @@ def test_with_a_seed_epochs_take_the_mini_batches_in_new_orders() -> None:
     assert planner.plan(handles).ranks[0].policy == planner.plan(handles).ranks[0].policy
 
 
-def test_metrics_describe_the_answers() -> None:
+def test_metrics_describe_the_responses() -> None:
     handles = [
         handle("a", 0, 10, generated=4, score=1.0),
         handle("b", 0, 20, generated=8, score=1.0, finish_reason="length"),
@@ -337,7 +337,7 @@ def test_numbers_and_baselines_go_with_their_samples(step: Any) -> None:
         assert own.baselines.tolist() == [place / 2 for place in places]
 
 
-def test_without_a_greedy_answer_to_every_prompt_there_are_no_baselines() -> None:
+def test_without_a_greedy_response_to_every_prompt_there_are_no_baselines() -> None:
     handles = [handle("a", 0, baseline=1.0), handle("b", 1, baseline=None)]
     own = Planner(1, BatchSizes(1, 8, None)).plan(handles).ranks[0]
     assert own.baselines is None

@@ -144,7 +144,7 @@ def test_a_curriculum_goes_from_easy_to_hard_each_epoch_and_shuffles_equals() ->
     assert [still.row(place) for place in range(6)] == [1, 2, 4, 0, 5, 3]
 
 
-def test_a_sampler_may_leave_rows_out_repeat_them_and_look_at_columns() -> None:
+def test_a_sampler_may_omit_or_repeat_rows_and_read_columns() -> None:
     def hard_twice(epoch: int, seed: int, rows: int, column: Callable[[str], list[Any]]) -> np.ndarray:
         hard = np.flatnonzero(np.array(column("level")) > 1)
         return np.random.default_rng([seed, epoch]).permutation(np.repeat(hard, 2))
@@ -169,7 +169,7 @@ def test_a_sampler_may_leave_rows_out_repeat_them_and_look_at_columns() -> None:
         (lambda *_: np.random.default_rng().permutation(10), r"two different orders.*default_rng\(\[seed, epoch\]\)"),
     ],
 )
-def test_a_wrong_sampler_is_told_what_is_wrong(sampler: Any, said: str) -> None:
+def test_errors_of_a_sampler_say_what_is_wrong(sampler: Any, said: str) -> None:
     with pytest.raises(DataError, match=rf"data\.sampler=my_sampler\.py:order .*{said}"):
         sampled(sampler)
 
@@ -201,7 +201,7 @@ def test_a_position_in_another_order_is_refused(saved: Sampler, said: str) -> No
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_no_rows_are_refused(name: str) -> None:
+def test_data_without_rows_is_refused(name: str) -> None:
     with pytest.raises(DataError, match="at least one row"):
         ORDERS[name](0, 0)
 

@@ -173,7 +173,7 @@ def test_a_sample_shows_what_is_wrong_before_the_run(tmp_path: Path, tokenizer: 
         long.sample()
 
 
-def test_what_is_large_is_streamed_unless_told_otherwise(
+def test_large_files_are_streamed_unless_the_settings_decide(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_large(files: Any, streaming: bool | None = None) -> bool:

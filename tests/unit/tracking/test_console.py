@@ -68,7 +68,7 @@ def test_a_supervised_step_shows_its_loss_and_learning_rate() -> None:
 
 
 @given(st.floats(min_value=-1e30, max_value=1e30), st.floats(min_value=0, max_value=9e6))
-def test_columns_do_not_move_whatever_the_numbers(value: float, seconds: float) -> None:
+def test_columns_keep_their_positions_for_any_numbers(value: float, seconds: float) -> None:
     learning = {name: value for name in STEP if not name.startswith(("timing_s/", "perf/"))}
     times = {name: seconds for name in STEP if name.startswith("timing_s/")}
     usual, odd = lines((1, STEP), (100, learning | times | {"perf/throughput": 1.0}))

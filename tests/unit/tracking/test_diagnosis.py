@@ -109,7 +109,7 @@ def test_equal_rewards_are_shown_with_a_response() -> None:
     assert preview not in line
 
 
-def test_a_rare_correct_response_is_no_outlier() -> None:
+def test_a_rare_correct_response_is_not_an_outlier() -> None:
     rare = {"reward/mean": 0.001, "reward/std": 0.03, "reward/min": 0.0, "reward/max": 1.0}
     assert diagnose(HEALTHY | rare) == []
 
@@ -139,5 +139,5 @@ def test_reward_hacking_is_reported_once_with_a_fix() -> None:
         [(0.0, 0.0), (0.0, 0.0)],
     ],
 )
-def test_rewards_and_validations_that_agree_are_no_problem(numbers: list[tuple[float, float]]) -> None:
+def test_rewards_and_validations_that_agree_give_no_advice(numbers: list[tuple[float, float]]) -> None:
     assert run_of(*numbers) == []

@@ -34,7 +34,6 @@ class BlockingModel:
         self._model, self._loop = model, loop
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> Reply:
-        """Return the model's reply to a conversation."""
         request = self._model.chat(messages, max_tokens=max_tokens)
         return asyncio.run_coroutine_threadsafe(request, self._loop).result()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from verl.agents.builtin_agents import Step
+from verl.agents.builtin_agents import Step, to_step
 from verl.agents.user_code import call_method
 
 
@@ -61,11 +61,8 @@ class AdaptedEnvironment:
             return Step([{"role": "user", "content": f"Error: {error}"}])
         result = await call_method(self._environment.step, action)
         if isinstance(result, tuple):
-            observation, reward, terminated, truncated, _ = result
-            is_done = bool(terminated or truncated)
-        else:
-            observation, reward, is_done = result.observation, result.reward, bool(result.done)
-        return Step([{"role": "user", "content": self._write(observation)}], float(reward or 0.0), is_done)
+            return to_step((self._write(result[0]), *result[1:]))
+        return to_step((self._write(result.observation), result.reward or 0.0, result.done))
 
     async def close(self) -> None:
         if hasattr(self._environment, "close"):

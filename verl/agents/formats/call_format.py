@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from verl.agents.formats.reader import Reader, UnreadableCallError, reject
+from verl.agents.formats.schemas import Tools
 from verl.agents.formats.tool_calls import Call, InvalidCall, ParsedReply, ToolCall
 
 MAX_INVALID_CALLS = 16
 """Invalid calls after which the rest of a turn is reported as one.
 
 A failed attempt to read a call may look at all of the text, so this bound keeps parsing linear."""
-
-Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.agents.formats.call_format import CallFormat
 from verl.agents.formats.reader import Reader, UnreadableCallError, to_arguments
-from verl.agents.formats.schemas import get_tool_names
+from verl.agents.formats.schemas import has_tool
 from verl.agents.formats.tool_calls import ToolCall
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -34,7 +34,7 @@ def _read_llama(reader: Reader) -> ToolCall | None:
     is_tagged = reader.skip(_PYTHON_TAG)
     value = reader.read_json("call is")
     key = "arguments" if isinstance(value, dict) and "arguments" in value else "parameters"
-    if is_tagged or ("name" in value and (key in value or value["name"] in get_tool_names(reader.tools))):
+    if is_tagged or ("name" in value and (key in value or has_tool(reader.tools, value["name"]))):
         return _to_call(reader, value, key)
     return None
 

@@ -81,7 +81,6 @@ class Reader:
         return value
 
     def read_arguments(self) -> dict[str, Any]:
-        """Return the arguments of a call, which have to be next as JSON."""
         return to_arguments(self.read_json())
 
     def expect_end(self) -> None:

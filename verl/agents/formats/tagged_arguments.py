@@ -8,7 +8,7 @@ import re
 
 from verl.agents.formats.call_format import CallFormat
 from verl.agents.formats.reader import TOOL_NAME, Reader
-from verl.agents.formats.schemas import ArgumentTypes
+from verl.agents.formats.schemas import convert_argument
 from verl.agents.formats.tool_calls import ToolCall
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -29,12 +29,12 @@ def _read_qwen(reader: Reader) -> ToolCall:
     reader.expect(_FUNCTION)
     name = _read_tool_name(reader)
     reader.expect(">")
-    types, arguments = ArgumentTypes(reader.tools, name), {}
+    arguments = {}
     while reader.skip(_PARAMETER):
         key = _read_argument_name(reader)
         reader.expect(">")
-        value = reader.read_until(_PARAMETER_END, before=_PARAMETER)
-        arguments[key] = types.convert(key, value.removeprefix("\n").removesuffix("\n"))
+        value = reader.read_until(_PARAMETER_END, before=_PARAMETER).removeprefix("\n").removesuffix("\n")
+        arguments[key] = convert_argument(reader.tools, name, key, value)
     reader.expect(_FUNCTION_END)
     return ToolCall(name, arguments)
 
@@ -43,12 +43,13 @@ def _read_glm(reader: Reader) -> ToolCall:
     """Read `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
     reader.expect(_BEGIN)
     name = _read_tool_name(reader)
-    types, arguments = ArgumentTypes(reader.tools, name), {}
+    arguments = {}
     while reader.skip(_KEY):
         key = _read_argument_name(reader)
         reader.expect(_KEY_END)
         reader.expect(_VALUE)
-        arguments[key] = types.convert(key, reader.read_until(_VALUE_END, before=_KEY))
+        value = reader.read_until(_VALUE_END, before=_KEY)
+        arguments[key] = convert_argument(reader.tools, name, key, value)
     reader.expect(_END)
     return ToolCall(name, arguments)
 

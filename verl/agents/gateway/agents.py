@@ -25,7 +25,7 @@ class GatewayAgents:
 
     def __init__(self, rollout: RolloutConfig) -> None:
         self._settings, self._max_invalid_calls = rollout.gateway, rollout.multi_turn.max_invalid_calls
-        self._thread: AgentThread | None = None
+        self._thread: EventLoopThread | None = None  # of all agents that are coroutines
         self._starting: asyncio.Task[Gateway] | None = None
 
     def adapt(self, agent: Callable[..., Any]) -> Agent:
@@ -51,16 +51,17 @@ class GatewayAgents:
         if self._starting is not None:
             await (await self._starting).close()
         if self._thread is not None:
-            self._thread.close()
+            self._thread.close(wait=False)
 
     async def _play(self, agent: Callable[..., Any], task: Task, model: ChatModel) -> Any:
         """Return the score that the agent returned, or else the reward that it posted."""
         if self._starting is None or self._thread is None:
-            self._thread, self._starting = AgentThread(), asyncio.ensure_future(self._start())
+            self._thread, self._starting = EventLoopThread("agents"), asyncio.ensure_future(self._start())
         gateway = await asyncio.shield(self._starting)
         with gateway.open(model, self._max_invalid_calls) as session:
             try:
-                score = await self._thread.run(agent, task, base_url=session.base_url, api_key=session.key)
+                urls = {"base_url": session.base_url, "api_key": session.key}
+                score = await _run_agent(self._thread, agent, task, **urls)
             except Exception:
                 if (cause := session.failure or session.limit) is not None:
                     raise cause from None
@@ -83,24 +84,15 @@ class GatewayAgents:
         return gateway
 
 
-class AgentThread:
-    """Runs agents outside the worker's event loop, which has to answer their requests even if an agent blocks.
+async def _run_agent(thread: EventLoopThread, agent: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the result of an agent, which runs outside the worker's event loop: requests are served even if it blocks.
 
-    Coroutines share one thread. Every function that is not a coroutine gets a thread of its own.
+    A function that is not a coroutine gets a thread of its own. A call that never ends cannot be killed.
     """
-
-    def __init__(self) -> None:
-        self._thread = EventLoopThread("agents")
-
-    async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the result of a function or coroutine function. A call that never ends cannot be killed."""
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            result = function(*args, **kwargs)
-        else:
-            result = await run_in_thread(lambda: function(*args, **kwargs))
-        if inspect.isawaitable(result):
-            return await asyncio.wrap_future(self._thread.submit(survive_exit(result)))
-        return result
-
-    def close(self) -> None:
-        self._thread.close(wait=False)
+    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
+        result = agent(*args, **kwargs)
+    else:
+        result = await run_in_thread(lambda: agent(*args, **kwargs))
+    if inspect.isawaitable(result):
+        return await asyncio.wrap_future(thread.submit(survive_exit(result)))
+    return result

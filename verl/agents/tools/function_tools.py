@@ -96,7 +96,6 @@ def tool(function: Callable[..., Any]) -> FunctionTool:
 
 
 def _build_arguments(function: Callable[..., Any]) -> type[BaseModel]:
-    """Return a pydantic model of the arguments of a call."""
     _, descriptions = _read_docstring(function)
     fields: dict[str, Any] = {}
     hints = inspect.get_annotations(function, eval_str=True)

@@ -103,7 +103,6 @@ def to_schema(tool: Any) -> Mapping[str, Any]:
 
 
 def make_schema(name: str, description: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of a tool as in a chat completion request."""
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
 

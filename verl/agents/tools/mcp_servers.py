@@ -157,7 +157,6 @@ class McpSession:
         return read_result(result)
 
     async def list_tools(self) -> list[Mapping[str, Any]]:
-        """Return the schemas of all tools."""
         session = await self._open()
         try:
             tools = await _list_tools(session)

@@ -177,7 +177,6 @@ def read_servers_file(path: Any, where: str, folder: Path) -> list[McpServer]:
 
 
 def read_server(name: str, entry: Any, where: str) -> McpServer:
-    """Return a server from its entry in the file."""
     fields = entry if isinstance(entry, Mapping) else {}
     kind = fields.get("type", fields.get("transport"))
     try:
@@ -217,7 +216,6 @@ async def _load_all(servers: Sequence[McpServer]) -> list[ServerSource | BaseExc
 
 
 def _select(sources: Sequence[ServerSource], names: Sequence[str], where: str) -> list[ServerSource]:
-    """Return the sources with only these tools."""
     known = [schema["function"]["name"] for source in sources for schema in source.list_schemas()]
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(

@@ -24,13 +24,11 @@ _RELEASE_S = 60.0
 
 
 class ToolSource(Protocol):
-    def open(self, row: Mapping[str, Any]) -> AbstractAsyncContextManager[Sequence[Tool]]:
-        """Return the tools of an episode on this row."""
-        ...
+    """Opens the tools of an episode on a row, and lists the schemas that the model sees."""
 
-    def list_schemas(self) -> Sequence[Mapping[str, Any]]:
-        """Return the schemas of the tools, as the model sees them."""
-        ...
+    def open(self, row: Mapping[str, Any]) -> AbstractAsyncContextManager[Sequence[Tool]]: ...
+
+    def list_schemas(self) -> Sequence[Mapping[str, Any]]: ...
 
 
 class FunctionSource:
@@ -137,7 +135,6 @@ def load_functions(path: str) -> list[FunctionTool]:
 
 
 def load_tool_file(path: str) -> list[ToolSource]:
-    """Return the tools of a YAML file."""
     import yaml
 
     key = f"{SETTING}.tool_config_path"
