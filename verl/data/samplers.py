@@ -3,9 +3,6 @@
 A sampler is endless, epoch after epoch, and `row` accepts any position in any order. It has no state: one number is
 enough to resume. Rows are numbered from 0. Checkpoints also hold the `identity` of the sampler, since a position means
 nothing in another order. Adaptive samplers (`adaptive.py`) are the exception: they learn from scores and have a state.
-
-torchdata's StatefulDataLoader is not used: rows are read where they are needed and tokenized in microseconds, so there
-are no loader processes whose state would have to be saved.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -110,15 +109,15 @@ def write_weights(model: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> N
 
 
 def _write_problems(path: Path, problems: list[tuple[int, int]], split: str) -> None:
-    pq.write_table(pa.Table.from_pylist([_row(a, b, split, i) for i, (a, b) in enumerate(problems)]), path)
-
-
-def _row(a: int, b: int, split: str, index: int) -> dict[str, Any]:
-    """Return one problem in the usual layout of verl data files, with a string prompt."""
-    return {
-        "data_source": "addition",
-        "prompt": f"{a}+{b}=",
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": f"{a + b:03d}"},
-        "extra_info": {"split": split, "index": index},
-    }
+    """Write problems in the usual layout of verl data files, with string prompts."""
+    rows = [
+        {
+            "data_source": "addition",
+            "prompt": f"{a}+{b}=",
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": f"{a + b:03d}"},
+            "extra_info": {"split": split, "index": index},
+        }
+        for index, (a, b) in enumerate(problems)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)

@@ -27,8 +27,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def render_curve(values: Sequence[float], width: int = 60, low: float = 0.0, high: float = 1.0) -> str:
-    """Return the values as a line of bars from `low` to `high`; more than `width` values are averaged.
+def render_curve(values: Sequence[float], width: int = 60) -> str:
+    """Return the values as a line of bars from 0 to 1; more than `width` values are averaged.
 
     >>> render_curve([0.0, 0.5, 1.0])
     '▁▅█'
@@ -36,8 +36,7 @@ def render_curve(values: Sequence[float], width: int = 60, low: float = 0.0, hig
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)] if count else []
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    heights = [(mean - low) / (high - low) * len(_BARS) for mean in means]
-    return "".join(_BARS[min(len(_BARS) - 1, max(0, int(height)))] for height in heights)
+    return "".join(_BARS[min(len(_BARS) - 1, max(0, int(mean * len(_BARS))))] for mean in means)
 
 
 def render_report(
@@ -51,8 +50,8 @@ def render_report(
         (first, before), (last, after) = validations[0], validations[-1]
         lines += [
             "accuracy on held-out problems (greedy)",
-            f"  before  (step {first:>3})   {_percent(before)}  {render_curve([before], low=0)}",
-            f"  after   (step {last:>3})   {_percent(after)}  {render_curve([after], low=0)}",
+            f"  before  (step {first:>3})   {_percent(before)}  {render_curve([before])}",
+            f"  after   (step {last:>3})   {_percent(after)}  {render_curve([after])}",
             f"  change               {100 * (after - before):+5.1f} points",
             "",
         ]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from verl.config.batch_sizes import render_sizes
 from verl.config.features import syncs_adapter_only
@@ -14,10 +13,6 @@ from verl.config.load import LoadedConfig, load
 from verl.demo.folder import RESPONSE_LENGTH, Assets
 from verl.demo.report import Example, read_metrics, render_report
 from verl.tracking.console import Console
-from verl.weights.sync import Source
-
-if TYPE_CHECKING:  # torch and transformers are imported in a thread, while Ray starts
-    import torch
 
 
 def load_settings(folder: Path, steps: int, overrides: Sequence[str]) -> LoadedConfig:
@@ -80,9 +75,12 @@ def _create_assets(folder: Path) -> Assets:
 
 async def _train(loaded: LoadedConfig, assets: Assets, console: Console) -> None:
     """Train as `verl train` does; the model is warmed up while the rollout engine starts."""
+    import torch
+
     from verl.demo.assets import write_weights
     from verl.demo.warmup import warm_up
     from verl.trainer.build.rl_builder import build_trainer
+    from verl.weights.bucket import unpack
 
     console.note("warming the model up with supervised steps, while the other processes start")
     warmup = asyncio.create_task(asyncio.to_thread(warm_up, assets.folder))
@@ -96,18 +94,10 @@ async def _train(loaded: LoadedConfig, assets: Assets, console: Console) -> None
     async with build_trainer(loaded.config, console, model_ready=wait_for_warmup) as loop:
         await loop.fit()
         shutil.copytree(assets.model, assets.folder / "trained", dirs_exist_ok=True)
-        weights = [item async for item in _read_weights(loop.task.policy)]
-        write_weights(assets.folder / "trained", weights)
-
-
-async def _read_weights(source: Source) -> AsyncIterator[tuple[str, torch.Tensor]]:
-    import torch
-
-    from verl.weights.bucket import unpack
-
-    async for bucket in source.pack_weights():
-        for name, tensor in unpack(bucket.slots, torch.from_numpy(bucket.data.copy())):
-            yield name, tensor
+        weights: dict[str, torch.Tensor] = {}
+        async for bucket in loop.task.policy.pack_weights():
+            weights |= unpack(bucket.slots, torch.from_numpy(bucket.data.copy()))
+        write_weights(assets.folder / "trained", weights.items())
 
 
 def _generate_examples(assets: Assets, trained: Path, count: int = 6) -> list[Example]:

@@ -1,23 +1,4 @@
-"""Metrics by name. The console and the diagnosis read these:
-
-reward/mean, /min, /max, /std         rewards of the step's responses
-critic/score/mean, ...                the same, of the trained responses; critic/rewards/mean, ... after the KL penalty
-critic/advantages/mean, ...           advantages of the generated tokens; critic/returns/mean, ... with a critic
-reward/groups_without_signal          share of prompts whose responses all got the same reward
-response_length/mean, /clip_ratio     generated tokens; share of responses truncated by the length limit
-actor/kl, /kl_loss                    KL divergence from the reference, mean over tokens; the same as a term of the loss
-actor/distillation_kl                 KL divergence from the teacher, mean over tokens; /distillation_clipfrac: share of
-                                      tokens whose KL is beyond distillation.loss_max_clamp
-actor/ppo_kl                          KL divergence from the policy before the update
-actor/entropy, /pg_clipfrac, /grad_norm, /skipped_steps
-train/loss, /lr, /grad_norm, /skipped_steps   supervised fine-tuning; val/loss: its validation
-training/rollout_probs_diff_mean      |trainer's - engine's probability| of the sampled tokens
-timing_s/gen, /prepare, /update, /sync, /step
-perf/throughput                       tokens per second over the whole step
-perf/controller_rss_gib               resident memory of the controller; perf/train_worker_rss_gib of a train rank
-perf/max_memory_allocated_gib         peak of a train rank's device memory in a step, on accelerators
-val/<data source>/<metric>            validation, e.g. val/addition/mean@1
-"""
+"""Metrics by name; docs/tracking.md describes those that the console and the diagnosis read."""
 
 from __future__ import annotations
 

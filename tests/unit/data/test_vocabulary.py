@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.data.vocabulary import describe_vocabulary_gap
+from verl.data.chat import describe_vocabulary_gap
 
 pytestmark = pytest.mark.unit
 

@@ -18,7 +18,12 @@ from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
 from verl.custom_functions import load_function
 from verl.data.adaptive import SAMPLERS, AdaptiveSampler, takes_scores
-from verl.data.chat import chat_template_hint, load_tokenizer, teacher_template_hint
+from verl.data.chat import (
+    chat_template_hint,
+    describe_vocabulary_gap,
+    load_tokenizer,
+    teacher_template_hint,
+)
 from verl.data.dataset import PromptDataset, PromptOptions
 from verl.data.files import CACHED_BYTES, suggest_path
 from verl.data.samplers import (
@@ -31,7 +36,6 @@ from verl.data.samplers import (
     WeightedSampler,
 )
 from verl.data.validate import find_data_warnings
-from verl.data.vocabulary import describe_vocabulary_gap
 from verl.errors import ConfigError, DataError, RewardError
 from verl.models.model_support import family_note, packing_length_problem
 from verl.models.stop_tokens import find_stop_tokens
