@@ -78,7 +78,7 @@ class ChatModel:
         self._max_tokens, self._max_turns = max_sequence_tokens, max_turns
         self._branch_per_turn = branch_per_turn
         self._replies: dict[str, Branch] = {}  # key of the messages up to a reply -> the branch
-        self._said: set[str] = set()  # the replies alone
+        self._reply_keys: set[str] = set()  # without the messages before them
         self._requests = self._failed_requests = 0
         self._is_closed = False
         self.transcript = Transcript()
@@ -129,7 +129,7 @@ class ChatModel:
             parsed = ParsedReply(text, ())
         message = write_message(text, parsed, len(self.transcript.turns))
         self._replies[list_keys([*draft.messages, message], draft.schemas)[-1]] = Branch(turn, draft.prompt_tokens)
-        self._said.add(_write_key(message))
+        self._reply_keys.add(_write_key(message))
         return Reply(parsed.content, parsed.calls, message, turn.completion.finish_reason, turn)
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class ChatModel:
 
     def _count_prompt(self, messages: Sequence[Message], schemas: Sequence[Schema], tokens: int) -> int:
         """Return the number of prompt tokens of a new branch: the tokens before the first reply of this episode."""
-        first = next((index for index, each in enumerate(messages) if _write_key(each) in self._said), 0)
+        first = next((index for index, each in enumerate(messages) if _write_key(each) in self._reply_keys), 0)
         if not first:
             return tokens
         return min(tokens, len(self._renderer.render_prompt(prepare_messages(messages[:first]), schemas)))
@@ -219,5 +219,4 @@ def _write_key(message: Message) -> str:
     content = join_text(message.get("content"))
     if message["role"] == "assistant" and isinstance(content, str):
         content = content.strip()
-    said = {"role": message["role"], "content": content, "calls": calls}
-    return json.dumps(said, sort_keys=True, default=str)
+    return json.dumps({"role": message["role"], "content": content, "calls": calls}, sort_keys=True, default=str)

@@ -82,7 +82,7 @@ class CheckpointModel:
         """Return PEFT's configuration and tensors of the checkpoint's adapter."""
         saved = read_saved_adapter(self.path)
         if saved is None:
-            raise CheckpointError(f"--adapter: {self.path} has full weights and no adapter; leave the option out")
+            raise CheckpointError(f"--adapter: {self.path} has full weights and no adapter; remove the option")
         base = self.base_path or saved.base
         check_fingerprint(saved, base)
         tensors = {peft_name(name): tensor for name, tensor in read_tensors(self.path, prefix="model.")}
@@ -108,7 +108,7 @@ class CheckpointModel:
         if self.must_be_tied and not weight_format(config)["tied"]:
             raise CheckpointError(
                 "--tie-word-embedding: config.json has tie_word_embeddings=false, and the head was trained separately; "
-                "leave the option out"
+                "remove the option"
             )
         if self.is_value_model:
             kind: Any = AutoModelForTokenClassification._model_mapping[type(config)]

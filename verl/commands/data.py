@@ -88,12 +88,12 @@ def main(argv: Sequence[str]) -> int:
 def _show_prompts(files: Sequence[str], options: argparse.Namespace, config: Config) -> int:
     from verl.rewards.reward_function import explain_no_scorer, resolve_scorer
 
-    data, tokenizer = config.data, _open_tokenizer(config)
+    data, (tokenizer, tools) = config.data, _open_tokenizer(config)
     inspector = DataInspector(
         files,
         prompt_key=data.prompt_key,
         tokenizer=tokenizer,
-        template_kwargs={**data.apply_chat_template_kwargs, **_describe_tools(config, tokenizer)},
+        template_kwargs={**data.apply_chat_template_kwargs, **({"tools": tools} if tools else {})},
         describe_scorer=partial(resolve_scorer, config),
         explain_no_scorer=explain_no_scorer,
     )
@@ -101,7 +101,7 @@ def _show_prompts(files: Sequence[str], options: argparse.Namespace, config: Con
     stop = data.truncation == "error" and not data.filter_overlong_prompts
     out = open_console()
     show_rows(inspector, out, options.row or range(min(options.head, inspector.total_rows)), whole=bool(options.row))
-    report = inspector.inspect(max_prompt_length=data.max_prompt_length, long_ones_stop=stop, limit=options.limit)
+    report = inspector.inspect(max_prompt_length=data.max_prompt_length, is_overlong_fatal=stop, limit=options.limit)
     fate = "the run will not start" if stop else fate
     show_report(inspector, report, out, max_prompt_length=data.max_prompt_length, fate=fate)
     return int(any(problem.fatal for problem in report.problems))
@@ -132,24 +132,19 @@ def _show_examples(options: argparse.Namespace, config: SftConfig) -> int:
     return 0
 
 
-def _describe_tools(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """Return the tools of a run with several turns, whose descriptions are a part of its prompts."""
-    if tokenizer is None or not config.actor_rollout_ref.rollout.multi_turn.enable:
-        return {}
-    from verl.trainer.build.data import check_agents
+def _open_tokenizer(config: Config) -> tuple[Any, list[dict[str, Any]]]:
+    """Return the tokenizer of the model, and the tools whose descriptions are a part of the prompts of several turns.
 
-    tools = check_agents(config, tokenizer)
-    return {"tools": tools} if tools else {}
-
-
-def _open_tokenizer(config: Config) -> Any:
-    """Return the tokenizer of the model; None, without importing transformers, if no model is named."""
+    Without a model, return None without importing transformers.
+    """
     model = config.actor_rollout_ref.model
     if (model.tokenizer_path or model.path) == MISSING:
-        return None
-    from verl.trainer.build.data import open_tokenizer
+        return None, []
+    from verl.trainer.build.data import check_agents, open_tokenizer
 
-    return open_tokenizer(model, "actor_rollout_ref.model")
+    tokenizer = open_tokenizer(model, "actor_rollout_ref.model")
+    has_turns = config.actor_rollout_ref.rollout.multi_turn.enable
+    return tokenizer, check_agents(config, tokenizer) if has_turns else []
 
 
 def open_console(**options: Any) -> Console:

@@ -143,7 +143,7 @@ async def _generate(config: Config, output: Path, part: int, console: Console) -
 async def _start_engines(
     config: Config, console: Console, closing: AsyncExitStack
 ) -> tuple[EnginePool, EngineSupervisor]:
-    """Start the rollout engines, which load the model from disk, and what restarts them; `closing` ends them."""
+    """Start the rollout engines, which load the model from disk, and their supervisor; `closing` ends them."""
     from verl.trainer.build.placement import place_engines
     from verl.trainer.build.rl_builder import build_supervisor
     from verl.trainer.build.runtime import RunBuilder

@@ -100,9 +100,9 @@ def _read_options(argv: Sequence[str]) -> argparse.Namespace:
     if getattr(options, required) is None:
         parser.error(f"--{required} is required")
     if options.adapter and options.is_value_model:
-        parser.error("--adapter is not supported for critics: a PEFT adapter has no value head; leave it out")
+        parser.error("--adapter is not supported for critics: a PEFT adapter has no value head; remove the option")
     if options.hf_upload_path and options.operation == "test":
-        parser.error("--hf_upload_path uploads the model that merge writes; leave it out")
+        parser.error("--hf_upload_path uploads the model that merge writes; remove the option")
     if options.private and not options.hf_upload_path:
         parser.error("--private is for --hf_upload_path; give both, or none")
     return options

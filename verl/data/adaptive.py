@@ -32,7 +32,7 @@ class ScoreAware(Protocol):
         """Return the row of the next position."""
 
     def record(self, row: int, scores: Sequence[float]) -> None:
-        """Take note of the scores of one group of responses to a row; empty if none could be scored."""
+        """Record the scores of one group of responses to a row; empty if none could be scored."""
 
     def state(self) -> dict[str, Any]:
         """Return all that `row` depends on, as JSON: dicts with text as keys, lists, numbers and text."""

@@ -1,4 +1,4 @@
-"""From prompts as people write them to token ids.
+"""Renders prompts, which are chat messages or text, and tokenizes them.
 
 A list of chat messages is rendered by the tokenizer's chat template, ending with the header of the response. A string
 is used as it is, as if a template had produced it. Both are then tokenized without adding special tokens: the template,

@@ -65,7 +65,7 @@ class PromptOptions:
 
     Prompts longer than `max_prompt_length` tokens are dropped (`filter_overlong`), truncated on the side that
     `truncation` names, or ("error") refused. With `streaming` memory does not grow with the files, and long prompts are
-    found when they are read; None streams from a million rows or a GiB on. `max_samples=-1` reads all rows.
+    found when they are read; None streams files of at least a million rows or 1 GiB. `max_samples=-1` reads all rows.
     """
 
     max_prompt_length: int

@@ -139,8 +139,8 @@ class DataInspector(FileSet):
         token_ids = None if self.tokenizer is None else encode(self.tokenizer, [text])[0]
         return RowPreview(location, text, token_ids, **rewards)
 
-    def inspect(self, *, max_prompt_length: int, long_ones_stop: bool, limit: int | None = None) -> InspectionReport:
-        """Inspect all rows, or the first `limit`; `long_ones_stop`: whether a prompt that is too long stops a run."""
+    def inspect(self, *, max_prompt_length: int, is_overlong_fatal: bool, limit: int | None = None) -> InspectionReport:
+        """Inspect all rows, or the first `limit`. If `is_overlong_fatal`, a run stops at a prompt that is too long."""
         findings, counts, rows = _Findings(), array("q"), 0
         pending = islice(self._iter_rows(), limit)
         while chunk := list(islice(pending, READ_AT_ONCE)):
@@ -152,7 +152,7 @@ class DataInspector(FileSet):
         problems = [DataProblem(problem) for problem in self._missing.values()]
         problems += [DataProblem(warning, fatal=not self.total_rows) for warning in find_data_warnings(self.files)]
         problems += self._list_problems(findings)
-        if self.tokenizer is not None and long_ones_stop and (count := int((lengths > max_prompt_length).sum())):
+        if self.tokenizer is not None and is_overlong_fatal and (count := int((lengths > max_prompt_length).sum())):
             problems.append(
                 DataProblem(
                     f"{count:,} prompts are longer than data.max_prompt_length={max_prompt_length}",

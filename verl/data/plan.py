@@ -36,7 +36,7 @@ class RankPlan:
     rank: int
     refs: list[Any]  # [n] reference to each sample
     groups: npt.NDArray[np.int64]  # [n] prompt of each sample
-    indices: npt.NDArray[np.int64]  # [n] index of each one's episode in its group
+    indices: npt.NDArray[np.int64]  # [n] index of each sample's episode in its group
     scores: npt.NDArray[np.float64]  # [n]
     baselines: npt.NDArray[np.float64] | None  # [n] score of the greedy response, if requested
     forward: MicroBatches  # of forward passes over all samples
@@ -44,7 +44,7 @@ class RankPlan:
     policy: list[MicroBatches]  # of each optimizer step, in order
     critic: list[MicroBatches] | None = None
     components: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # [n] each: parts of the reward
-    branches: npt.NDArray[np.float64] | None = None  # [n] of the episode of each sample; None: all have one
+    branches: npt.NDArray[np.float64] | None = None  # [n] of each sample's episode; None: all have one
 
     def __len__(self) -> int:
         return len(self.groups)

@@ -18,7 +18,7 @@ _HUB = "hf://datasets/USER/NAME/FILE.parquet"
 
 
 def is_remote(name: object) -> bool:
-    """Whether a name is an address such as `hf://datasets/openai/gsm8k/main/train.parquet`, not a path."""
+    """Return whether a name is an address such as `hf://datasets/openai/gsm8k/main/train.parquet`, not a path."""
     return isinstance(name, str) and _ADDRESS.match(name) is not None
 
 

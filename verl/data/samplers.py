@@ -237,8 +237,8 @@ class WeightedSampler(Sampler):
 class PromptStream:
     """Yields (position, row) for positions 0, 1, 2, ... without end, and reports scores to the sampler.
 
-    A row is drawn once. What was drawn before a checkpoint but recorded by none is part of its state and comes again
-    after a resume, because an adaptive sampler might choose another row by then.
+    A row is drawn once. Rows that were drawn but not recorded before a checkpoint are part of its state and come again
+    after a resume, because an adaptive sampler might choose other rows by then.
 
     >>> stream = PromptStream(SequentialSampler(3))
     >>> [next(stream) for _ in range(4)]

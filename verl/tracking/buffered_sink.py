@@ -15,11 +15,10 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 300.0
 
 
 class BufferedSink:
-    """Passes records on to a metric logger. Those that it does not take are kept, up to `MAX_RECORDS` of them.
+    """Passes records to a metric logger, and keeps up to `MAX_RECORDS` of those that fail.
 
-    They are tried again with later records, after a pause that doubles: a tracker that does not respond may take long
-    to fail. An outage is reported once, with what to do, and so is its end. `open_sink` may fail with an `OSError`, and
-    is then called again, too.
+    Failed records are retried with later ones, after a pause that doubles: a service that does not respond may take
+    long to fail. An outage is reported once, with a fix, and so is its end. `open_sink` is retried after an `OSError`.
     """
 
     def __init__(

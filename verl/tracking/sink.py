@@ -1,4 +1,4 @@
-"""The interface of a metric logger, and what it is told about the run."""
+"""The interface of metric loggers, and the description of a run that they get."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ def look(files: Any, tokenizer: Any = None, own: str | None = None, **options: A
 
 
 def report(
-    data: DataInspector, max_prompt_length: int = 100, long_ones_stop: bool = True, **options: Any
+    data: DataInspector, max_prompt_length: int = 100, is_overlong_fatal: bool = True, **options: Any
 ) -> InspectionReport:
-    return data.inspect(max_prompt_length=max_prompt_length, long_ones_stop=long_ones_stop, **options)
+    return data.inspect(max_prompt_length=max_prompt_length, is_overlong_fatal=is_overlong_fatal, **options)
 
 
 def shown(data: DataInspector, seen: InspectionReport, *, rows: Any = (0,), whole: bool = False, **options: Any) -> str:
@@ -232,7 +232,7 @@ def test_the_limit_is_marked_and_what_is_beyond_it_is_counted(
     tmp_path: Path, tokenizer: Any, limit: int, said: str
 ) -> None:
     data = look(write(tmp_path / "a.jsonl", [good("1"), good("1" * 40)]), tokenizer)
-    text = shown(data, report(data, limit, long_ones_stop=False), max_prompt_length=limit)
+    text = shown(data, report(data, limit, is_overlong_fatal=False), max_prompt_length=limit)
     assert text.count(f"◂ max_prompt_length={limit}") == 1
     assert said in text
 

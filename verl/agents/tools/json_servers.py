@@ -24,7 +24,7 @@ from verl.redaction import redact
 
 CONNECT_S = 5.0  # the call has a timeout of its own
 _EXCERPT = 300
-_NOT_BY_THE_MODEL = {401, 403, 404, 405, 407, 408, 421, 425, 426, 429, 431}
+_NOT_MODEL_ERRORS = {401, 403, 404, 405, 407, 408, 421, 425, 426, 429, 431}
 """Statuses that say nothing about the arguments, unless the reply has an `error`."""
 create_ssl_context = lru_cache(ssl.create_default_context)  # reading the certificates takes longer than a request
 
@@ -76,7 +76,7 @@ def read_reply(response: httpx.Response) -> ToolResult:
     """Return the result of a call; raise `ToolError` for a mistake of the model."""
     status, body = response.status_code, _read_json(response)
     error = body.get("error") if isinstance(body, Mapping) else None
-    if 400 <= status < 500 and (error is not None or status not in _NOT_BY_THE_MODEL):
+    if 400 <= status < 500 and (error is not None or status not in _NOT_MODEL_ERRORS):
         raise ToolError(_to_text(error) if error is not None else _excerpt(response) or f"HTTP {status}")
     if not response.is_success:
         raise ToolFailureError(f"returned HTTP {status}: {_excerpt(response)}")
