@@ -15,8 +15,6 @@ from verl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TRUNCATIONS = ("error", "left", "right", "middle")
-
 
 class PromptError(DataError):
     """The prompt at `index` of a list cannot be rendered; callers that know the source of the list add its location."""
@@ -227,10 +225,8 @@ def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
         return token_ids[excess:]
     if side == "right":
         return token_ids[:limit]
-    if side == "middle":
-        head = limit // 2
-        return token_ids[:head] + token_ids[head + excess :]
-    raise ValueError(f"truncation is {side!r}, it must be left, right or middle")
+    head = limit // 2
+    return token_ids[:head] + token_ids[head + excess :]
 
 
 def _describe_type(prompt: Any) -> str:

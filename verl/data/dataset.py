@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from verl.data.chat import TRUNCATIONS, PromptError, encode_prompts, truncate
+from verl.data.chat import PromptError, encode_prompts, truncate
 from verl.data.files import Files, FileSet, JsonlRows
 from verl.data.lengths import TokenCounter, measure_lengths
 from verl.data.validate import describe_missing_column
@@ -75,10 +75,6 @@ class PromptOptions:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_samples: int = -1
     streaming: bool | None = False
-
-    def __post_init__(self) -> None:
-        if self.truncation not in TRUNCATIONS:
-            raise DataError(f"data.truncation is {self.truncation!r}; it must be one of {', '.join(TRUNCATIONS)}")
 
 
 class PromptDataset(FileSet):

@@ -20,7 +20,6 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     >>> pack([4, 9, 3, 2, 1], budget=5)
     [[1], [4, 0], [3, 2]]
     """
-    _require(budget=budget)
     pieces: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, piece), ascending: the first with enough room fits best
     for index in reversed(_sort_by_length(lengths)):
@@ -58,7 +57,6 @@ def chunk(lengths: Sequence[int], size: int) -> list[list[int]]:
     >>> chunk([4, 9, 3, 2, 1], size=2)
     [[4, 3], [2, 0], [1]]
     """
-    _require(size=size)
     order = _sort_by_length(lengths)
     return [order[start : start + size] for start in range(0, len(order), size)]
 
@@ -77,9 +75,6 @@ def balance(lengths: Sequence[int], parts: int, *, max_items: int | None = None)
 
 def _deal(lengths: Sequence[int], parts: int, max_items: int | None = None) -> tuple[list[list[int]], list[int]]:
     """Return the shares of `balance`, and the tokens of each."""
-    _require(parts=parts)
-    if max_items is not None and parts * max_items < len(lengths):
-        raise ValueError(f"{len(lengths)} samples do not fit into {parts} shares of at most {max_items}")
     shares: list[list[int]] = [[] for _ in range(parts)]
     most = max_items or len(lengths)
     # A heap of (tokens, samples, share), each encoded as one integer: comparing them dominates the time.
@@ -105,9 +100,3 @@ def _deal(lengths: Sequence[int], parts: int, max_items: int | None = None) -> t
 
 def _sort_by_length(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lengths.__getitem__)
-
-
-def _require(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}, it must be at least 1")

@@ -31,7 +31,7 @@ class Sampler(ABC):
     is_adaptive = False  # `row` depends on recorded scores; it is called once per position, in order
 
     def __init__(self, length: int, identity: dict[str, Any]) -> None:
-        self.length, self._identity = _require_rows(length), identity
+        self.length, self._identity = length, identity
 
     @abstractmethod
     def row(self, position: int) -> int: ...
@@ -96,7 +96,7 @@ class BufferedShuffleSampler(Sampler):
 
     def __init__(self, block_ends: npt.NDArray[np.int64], buffer: int, seed: int) -> None:
         identity = {"shuffle": True, "seed": seed, "shuffle_buffer_size": buffer, "blocks": _hash_array(block_ends)}
-        super().__init__(int(block_ends[-1]) if len(block_ends) else 0, identity)
+        super().__init__(int(block_ends[-1]), identity)
         self._buffer = buffer
         starts = np.concatenate([[0], block_ends[:-1]])
         sizes = block_ends - starts
@@ -161,7 +161,6 @@ class CustomSampler(_EpochSampler):
     ) -> None:
         sampler = partial(sampler, **kwargs) if kwargs else sampler
         self._sampler, self._name, self._rows, self._seed, self._column = sampler, name, rows, seed, column
-        _require_rows(rows)
         first = self._call(0)
         identity = {"sampler": name, "seed": seed, "rows": rows, **({"sampler_kwargs": kwargs} if kwargs else {})}
         super().__init__(len(first), identity, self._call)
@@ -296,12 +295,6 @@ class PromptStream:
         if self._sampler.is_adaptive:
             self._sampler.load_state(state["state"])
             self._again = deque(state["drawn"])
-
-
-def _require_rows(rows: int) -> int:
-    if rows < 1:
-        raise DataError(f"training needs at least one row, the data has {rows}")
-    return rows
 
 
 def make_random(seed: int, *numbers: int) -> np.random.RandomState:

@@ -89,17 +89,6 @@ def test_more_shares_than_samples_leave_some_empty() -> None:
     assert balance([3, 5], 4) == [[1], [0], [], []]
 
 
-def test_a_bound_that_cannot_hold_all_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match="7 samples do not fit into 2 shares of at most 3"):
-        balance([1] * 7, 2, max_items=3)
-
-
-@pytest.mark.parametrize("cut", [pack, chunk, balance])
-def test_a_size_of_zero_is_refused(cut: type) -> None:
-    with pytest.raises(ValueError, match="is 0, it must be at least 1"):
-        cut([1, 2], 0)
-
-
 def test_sixteen_thousand_samples_are_packed_tightly() -> None:
     lengths = np.random.default_rng(0).lognormal(8, 1, 16_384).clip(16, 32_768).astype(int).tolist()
     pieces = pack(lengths, 40_000)

@@ -200,12 +200,6 @@ def test_a_position_in_another_order_is_refused(saved: Sampler, said: str) -> No
         PromptStream(ShuffledSampler(10, 7)).load(PromptStream(saved).state())
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_data_without_rows_is_refused(name: str) -> None:
-    with pytest.raises(DataError, match="at least one row"):
-        ORDERS[name](0, 0)
-
-
 def test_the_same_settings_over_other_blocks_or_numbers_are_another_order() -> None:
     def refused(saved: Sampler, now: Sampler, said: str) -> None:
         with pytest.raises(DataError, match=rf"{said} \d+ \(now \d+\)\. Use the same data files"):

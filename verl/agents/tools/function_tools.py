@@ -20,7 +20,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -33,7 +33,6 @@ HIDDEN = "row"  # the parameter that the model does not see
 _ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 
 
-@runtime_checkable
 class Tool(Protocol):
     """A tool of one episode: its JSON schema for the model, and a call."""
 
