@@ -1,6 +1,6 @@
 """Load settings from a command line, a YAML file or a dict into a validated, frozen `Config` or `SftConfig`.
 
-The stages: Hydra's grammar and defaults lists -> canonical keys (`aliases`) -> interpolations -> known keys and types
+The stages: Hydra's grammar and defaults lists -> canonical keys (`legacy`) -> interpolations -> known keys and types
 (`schema`) -> settings against each other (`checks`), all for one `RunType`. Problems of all stages are collected
 and raised as one error.
 """
@@ -30,16 +30,7 @@ from verl.config.command_line import (
     parse_overrides,
 )
 from verl.config.features import get_model_settings
-from verl.config.legacy.aliases import (
-    SFT_ALIASES,
-    TRAIN_ALIASES,
-    Aliases,
-    canonicalize,
-    canonicalize_tree,
-)
-from verl.config.legacy.key_rules import Rules, find_refused_value, find_rule, is_default_choice
-from verl.config.legacy.sft_rules import SFT_RULES
-from verl.config.legacy.train_rules import TRAIN_RULES
+from verl.config.legacy.legacy_keys import SFT_KEYS, TRAIN_KEYS, LegacyKeys
 from verl.config.origins import trace_origins
 from verl.config.paths import (
     Path,
@@ -70,22 +61,14 @@ class RunType(Generic[C]):
 
     command: str
     root: type[C]
-    aliases: Aliases
-    rules: Rules
+    legacy: LegacyKeys
     conflicts: tuple[checks.Check, ...]
     hints: tuple[checks.Check, ...]
 
 
-TRAIN = RunType("train", Config, TRAIN_ALIASES, TRAIN_RULES, checks.TRAIN_CONFLICTS, checks.TRAIN_HINTS)
-SFT = RunType("sft", SftConfig, SFT_ALIASES, SFT_RULES, checks.SFT_CONFLICTS, checks.SFT_HINTS)
-GENERATE = RunType(
-    "generate",
-    Config,
-    TRAIN_ALIASES,
-    TRAIN_RULES,
-    checks.GENERATION_CONFLICTS,
-    checks.GENERATION_HINTS,
-)
+TRAIN = RunType("train", Config, TRAIN_KEYS, checks.TRAIN_CONFLICTS, checks.TRAIN_HINTS)
+SFT = RunType("sft", SftConfig, SFT_KEYS, checks.SFT_CONFLICTS, checks.SFT_HINTS)
+GENERATE = RunType("generate", Config, TRAIN_KEYS, checks.GENERATION_CONFLICTS, checks.GENERATION_HINTS)
 """Commands that generate and score responses with the training settings; only the settings they use are checked."""
 AnyRunType = RunType[Config] | RunType[SftConfig]
 RUN_TYPES: tuple[AnyRunType, ...] = (TRAIN, SFT)
@@ -158,8 +141,8 @@ def _build(
     overrides = point.overrides
     if source is not None:
         tree, overrides = compose_yaml(*source, overrides, problems)
-    tree = canonicalize_tree(tree, hints, problems, run_type.aliases)
-    origins = trace_origins(tree, f"{source[1]}.yaml" if source else "Python", overrides, run_type.aliases)
+    tree = run_type.legacy.canonicalize_tree(tree, hints, problems)
+    origins = trace_origins(tree, f"{source[1]}.yaml" if source else "Python", overrides, run_type.legacy)
     for override in overrides:
         _apply(run_type, override, tree, hints, problems)
     _resolve(run_type, tree, problems)
@@ -202,22 +185,22 @@ def _apply(run_type: RunType[C], override: Override, tree: Tree, hints: list[str
         _delete(run_type, path, value, tree, hints, problems)
         return
     for spelled, leaf in iter_leaves(value, path) if isinstance(value, dict) and value else [(path, value)]:
-        target, meant = canonicalize(spelled, leaf, hints, run_type.aliases)
+        target, meant = run_type.legacy.canonicalize(spelled, leaf, hints)
         if override.is_add() and join_path(target) in collect_settings(run_type.root):
             hints.append(f"+{join_path(spelled)}: {join_path(target)} is a declared setting; the + is not needed")
-        if is_default_choice(target, meant, run_type.rules):
+        if run_type.legacy.is_default_choice(target, meant):
             hints.append(f"{join_path(spelled)}={meant} has no effect: there are no config groups")
-        elif problem := find_refused_value(target, meant, run_type.rules):
+        elif problem := run_type.legacy.find_refused_value(target, meant):
             problems.append(problem)
-        elif not run_type.aliases.unsets(target, meant):
+        elif not run_type.legacy.unsets(target, meant):
             set_path(tree, target, meant)
 
 
 def _delete(run_type: RunType[C], path: Path, value: Any, tree: Tree, hints: list[str], problems: list[str]) -> None:
     """Apply `~key`: reset a setting to its default, or remove an entry of an open dictionary."""
-    target, _ = canonicalize(path, None, hints, run_type.aliases)
+    target, _ = run_type.legacy.canonicalize(path, None, hints)
     setting, current, key = find_setting(target, run_type.root), get_path(tree, target), join_path(target)
-    if setting is None and find_rule(target, run_type.rules) is None:
+    if setting is None and run_type.legacy.find_rule(target) is None:
         problems.append(_describe_unknown(run_type, target))
     elif setting is None:
         hints.append(f"~{key} has no effect: it is not a setting here")
@@ -242,7 +225,7 @@ def _resolve(run_type: RunType[C], tree: Tree, problems: list[str]) -> None:
     whole: Tree = run_type.root().model_dump(mode="json")
     for path, value in iter_leaves(tree):
         set_path(whole, path, value)
-    for alias, key in run_type.aliases.keys.items():
+    for alias, key in run_type.legacy.aliases.items():
         if "." not in alias:  # a section, as in ${rollout.n}
             whole.setdefault(alias, f"${{{key}}}")
     try:
@@ -270,9 +253,9 @@ def _select_known(run_type: RunType[C], tree: Tree, hints: list[str], problems: 
     known: Tree = {}
     for path, value in iter_leaves(tree):
         setting = find_setting(path, run_type.root)
-        if setting is None and (rule := find_rule(path, run_type.rules)) is not None:
+        if setting is None and (rule := run_type.legacy.find_rule(path)) is not None:
             (problems if rule.refuses(value) else hints).append(rule.describe(join_path(path), value))
-        elif problem := find_refused_value(path, value, run_type.rules):
+        elif problem := run_type.legacy.find_refused_value(path, value):
             problems.append(problem)
         elif setting is None:
             problems.append(_describe_unknown(run_type, path, value))
@@ -294,7 +277,7 @@ def _describe_unknown(run_type: RunType[C], path: Path, value: Any = None) -> st
         if other is not run_type and find_setting(path, other.root) is not None:
             return f"{key}: is a setting of `verl {other.command}`, not of `verl {run_type.command}`; remove it"
 
-    near = suggest_key(key, run_type.root, run_type.aliases.keys)
+    near = suggest_key(key, run_type.root, run_type.legacy.aliases)
     if near is not None:
         given = "" if value is None else f"={format_value(value) if _accepts(run_type, near, value) else '...'}"
         return f"{key}: is not a setting; did you mean {near}? Set {near}{given}"
@@ -307,7 +290,7 @@ def _describe_unknown(run_type: RunType[C], path: Path, value: Any = None) -> st
 def _accepts(run_type: RunType[C], key: str, value: Any) -> bool:
     """Whether the setting, or alias of one, accepts the value."""
     tree: Tree = {}
-    set_path(tree, *canonicalize(tuple(key.split(".")), value, [], run_type.aliases))
+    set_path(tree, *run_type.legacy.canonicalize(tuple(key.split(".")), value, []))
     try:
         run_type.root.model_validate(tree)
     except ValidationError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl.config.legacy.aliases import Aliases, resolve_alias
+from verl.config.legacy.legacy_keys import LegacyKeys
 from verl.config.paths import Path, iter_leaves, join_path
 
 if TYPE_CHECKING:  # importing Hydra takes a third of a second
@@ -16,7 +16,7 @@ COMMAND_LINE = "command line"
 
 
 def trace_origins(
-    tree: Mapping[str, Any], source: str, overrides: Iterable[Override], aliases: Aliases
+    tree: Mapping[str, Any], source: str, overrides: Iterable[Override], legacy: LegacyKeys
 ) -> dict[str, str]:
     """Return key -> origin of the settings that are given, entries of open dictionaries included.
 
@@ -24,17 +24,17 @@ def trace_origins(
         tree: The settings before the overrides, under their canonical keys.
         source: Where these settings come from.
         overrides: The overrides in their order; an alias is named in the origin.
-        aliases: The aliases of the run type.
+        legacy: The aliases of the run type.
     """
     origins = {join_path(path): source for path, _ in iter_leaves(tree)}
     for override in overrides:
         given: Path = tuple(override.key_or_group.split("."))
         value = override.value()
         if override.is_delete():
-            _remove(origins, join_path(resolve_alias(given, aliases)))
+            _remove(origins, join_path(legacy.resolve_alias(given)))
             continue
         for path, _ in iter_leaves(value, given) if isinstance(value, dict) and value else [(given, value)]:
-            target = resolve_alias(path, aliases)
+            target = legacy.resolve_alias(path)
             _remove(origins, join_path(target))
             origins[join_path(target)] = COMMAND_LINE if target == path else f"{COMMAND_LINE}, as {join_path(path)}"
     return origins

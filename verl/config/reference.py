@@ -50,8 +50,8 @@ def _settings(run_type: AnyRunType) -> Iterator[str]:
             yield "| key | type | default | meaning |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
     yield "\n## Aliases\n\nAccepted, and reported with a hint.\n"
     yield "| alias | setting |\n| --- | --- |"
-    yield from (f"| `{alias}` | `{key}` |" for alias, key in run_type.aliases.keys.items())
-    for key, values in run_type.aliases.values.items():
+    yield from (f"| `{alias}` | `{key}` |" for alias, key in run_type.legacy.aliases.items())
+    for key, values in run_type.legacy.value_aliases.items():
         yield from (f"| `{key}={alias}` | `{key}={value}` |" for alias, value in values.items())
 
 

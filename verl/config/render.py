@@ -7,8 +7,6 @@ from typing import Any
 
 import yaml
 
-from verl.config.legacy.aliases import resolve_alias
-from verl.config.legacy.key_rules import find_rule
 from verl.config.load import TRAIN, AnyRunType
 from verl.config.origins import find_origin
 from verl.config.paths import (
@@ -103,9 +101,9 @@ def _explain(setting: Setting, value: Any) -> str:
 
 def describe(key: str, run_type: AnyRunType = TRAIN) -> str:
     """Return the full description of a setting, or of the settings of a section; `key` may be an alias."""
-    path = resolve_alias(tuple(key.split(".")), run_type.aliases)
+    path = run_type.legacy.resolve_alias(tuple(key.split(".")))
     setting = find_setting(path, run_type.root)
-    if setting is None and (rule := find_rule(path, run_type.rules)) is not None:
+    if setting is None and (rule := run_type.legacy.find_rule(path)) is not None:
         what = {"always on": "always on: ", "ignored": "ignored: ", "needs": "not supported yet: "}[rule.kind]
         return f"{key}\n  A key of other launch scripts, {what}{rule.text}\n"
     if setting is None:
@@ -138,7 +136,7 @@ def _describe_setting(setting: Setting, run_type: AnyRunType) -> str:
     lines.append("  default: " + ("none, required" if setting.required else format_value(setting.default)))
     if setting.unit:
         lines.append(f"  unit:    {setting.unit}")
-    also = [short for short, full in run_type.aliases.keys.items() if full == setting.key]
+    also = [short for short, full in run_type.legacy.aliases.items() if full == setting.key]
     if also:
         lines.append(f"  also:    {', '.join(also)}")
     if setting.planned is True:

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from verl.config.checks.ignored import find_unmet_condition
 from verl.config.command_line import parse_overrides
-from verl.config.legacy.aliases import canonicalize
 from verl.config.legacy.answers import find_answer
-from verl.config.legacy.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS, OtherDefault
-from verl.config.legacy.key_rules import find_refused_value, find_rule, is_default_choice
-from verl.config.load import GENERATE, SFT, TRAIN, AnyRunType, load, load_for_generation, load_sft
+from verl.config.legacy.legacy_keys import OtherDefault
+from verl.config.load import GENERATE, SFT, AnyRunType, load, load_for_generation, load_sft
 from verl.config.paths import format_value, iter_leaves, join_path
 from verl.errors import ConfigError
 from verl.migration.capture import restore_variables
 from verl.migration.launches import LaunchCommand
 from verl.redaction import redact
-
-_DEFAULTS: Mapping[str, Mapping[str, OtherDefault]] = {
-    TRAIN.command: TRAIN_DEFAULTS,
-    SFT.command: SFT_DEFAULTS,
-    GENERATE.command: {},
-}
 
 
 class Change(NamedTuple):
@@ -75,9 +67,10 @@ def migrate(launch: LaunchCommand) -> Migration:
     for text in launch.overrides:
         _migrate_override(text, result)
     result.problems += _check(result)
-    for key, other in _DEFAULTS[launch.run_type.command].items():
-        if other.is_kept and key not in result.settings:
-            _add_default(key, other, result)
+    if launch.run_type is not GENERATE:
+        for key, other in launch.run_type.legacy.defaults.items():
+            if other.is_kept and key not in result.settings:
+                _add_default(key, other, result)
     return result
 
 
@@ -117,14 +110,14 @@ def _migrate_override(text: str, result: Migration) -> None:
 def _place(path: tuple[str, ...], value: Any, text: str, result: Migration) -> None:
     """Put one setting into the command, or note why it is not there; `value` is None if it is not known yet."""
     run_type, key, hints = result.run_type, join_path(path), list[str]()
-    target, meant = canonicalize(path, value, hints, run_type.aliases)
-    rule = find_rule(target, run_type.rules)
+    target, meant = run_type.legacy.canonicalize(path, value, hints)
+    rule = run_type.legacy.find_rule(target)
     answer = find_answer(key, run_type)
-    if is_default_choice(target, meant, run_type.rules):
+    if run_type.legacy.is_default_choice(target, meant):
         result.changes.append(Change(key, "dropped", "there are no config groups"))
-    elif text == "null" and run_type.aliases.unsets(target, meant):
+    elif text == "null" and run_type.legacy.unsets(target, meant):
         result.changes.append(Change(key, "dropped", "null means that it is not set"))
-    elif problem := find_refused_value(target, meant, run_type.rules):
+    elif problem := run_type.legacy.find_refused_value(target, meant):
         result.problems.append(problem)
     elif answer.kind in ("setting", "renamed", "forwarded"):
         result.settings[join_path(target)] = text if meant == value else _write(meant)

@@ -34,9 +34,7 @@ from _bash_reference import read_header, record
 from _common import ROOT, finish
 
 from verl.config.command_line import parse_overrides
-from verl.config.legacy.aliases import canonicalize, resolve_alias
 from verl.config.legacy.answers import Answer, find_answer
-from verl.config.legacy.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS
 from verl.config.load import GENERATE, SFT, TRAIN, AnyRunType, load, load_for_generation, load_sft
 from verl.config.paths import find_setting, format_value, get_path, join_path
 from verl.errors import ConfigError, VerlError
@@ -124,13 +122,13 @@ def overrides(script: Script) -> Iterator[str]:
 
 
 def fill(key: str, run_type: AnyRunType) -> str:
-    path = resolve_alias(tuple(key.split(".")), run_type.aliases)
+    path = run_type.legacy.resolve_alias(tuple(key.split(".")))
     target, setting = join_path(path), find_setting(path, run_type.root)
     if key in SAMPLES or target in SAMPLES:
         return SAMPLES.get(key) or SAMPLES[target]
     if key.endswith("parallel_size"):
         return "2"
-    others = SFT_DEFAULTS if run_type is SFT else TRAIN_DEFAULTS
+    others = run_type.legacy.defaults
     if target in others:
         return others[target].value
     if setting is None or setting.open or setting.section is not None:
@@ -182,7 +180,7 @@ def check_captured() -> tuple[dict[str, object], bool]:
         given = {text.lstrip("+~").partition("=")[0] for text in row["arguments"]}
         run_type = ENTRIES[row["module"]]
         problems = find_problems(row["arguments"], run_type)
-        keys = {join_path(resolve_alias(tuple(key.split(".")), run_type.aliases)) for key in given}
+        keys = {join_path(run_type.legacy.resolve_alias(tuple(key.split(".")))) for key in given}
         unnamed = [p for p in problems if "not supported yet" not in p or p.partition(":")[0] not in keys | given]
         if not problems:
             unnamed = find_other_values(row["arguments"], run_type)
@@ -198,9 +196,9 @@ def find_other_values(arguments: list[str], run_type: AnyRunType) -> list[str]:
     """Return the settings that do not have the value that the script gives them."""
     given: dict[str, object] = {}
     for override in parse_overrides([text for text in arguments if "=" in text and not text.startswith("--")], []):
-        path, value = canonicalize(tuple(override.key_or_group.split(".")), override.value(), [], run_type.aliases)
+        path, value = run_type.legacy.canonicalize(tuple(override.key_or_group.split(".")), override.value(), [])
         setting = find_setting(path, run_type.root)
-        if setting is not None and setting.section is None and not run_type.aliases.unsets(path, value):
+        if setting is not None and setting.section is None and not run_type.legacy.unsets(path, value):
             given[join_path(path)] = value
     if run_type is GENERATE:
         config: Any = load_for_generation([text for text in arguments if "data.output_path" not in text]).config

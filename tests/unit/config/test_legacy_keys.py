@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.config.legacy.aliases import resolve_alias
 from verl.config.legacy.answers import find_answer
-from verl.config.legacy.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS
 from verl.config.load import SFT, TRAIN, RunType, load, load_dict, load_sft
 from verl.config.paths import find_setting, format_value, get_value
 from verl.config.render import describe
@@ -153,16 +151,17 @@ def test_a_typing_mistake_is_still_unknown() -> None:
 def test_no_rule_hides_a_setting_or_an_alias(run_type: RunType) -> None:
     settings = collect_settings(run_type.root)
     leaves = {key for key, setting in settings.items() if setting.section is None}
-    assert not run_type.rules.keys.keys() & leaves
-    for key in run_type.rules.keys:
+    assert not run_type.legacy.rules.keys() & leaves
+    for key in run_type.legacy.rules:
         path = tuple(key.split("."))
-        assert resolve_alias(path, run_type.aliases) == path, f"{key} is never looked up: it is an alias"
-    assert set(run_type.rules.values) | set(run_type.rules.choices) <= set(settings)
+        assert run_type.legacy.resolve_alias(path) == path, f"{key} is never looked up: it is an alias"
+    assert set(run_type.legacy.refused_values) | set(run_type.legacy.default_choices) <= set(settings)
 
 
-@pytest.mark.parametrize(("run_type", "others"), [(TRAIN, TRAIN_DEFAULTS), (SFT, SFT_DEFAULTS)])
-def test_defaults_that_differ_are_settings_whose_default_differs(run_type: RunType, others: dict) -> None:
-    for key, other in others.items():
+@pytest.mark.parametrize("run_type", [TRAIN, SFT], ids=lambda run_type: run_type.command)
+def test_defaults_that_differ_are_settings_whose_default_differs(run_type: RunType) -> None:
+    assert run_type.legacy.defaults
+    for key, other in run_type.legacy.defaults.items():
         setting = find_setting(tuple(key.split(".")), run_type.root)
         assert setting is not None
         assert str(setting.default).lower() != other.value

@@ -8,7 +8,6 @@ import pytest
 from pydantic import ValidationError
 
 from verl.config import train_engines
-from verl.config.legacy.aliases import resolve_alias
 from verl.config.load import RUN_TYPES, SFT, TRAIN, load
 from verl.config.paths import find_setting, get_path
 from verl.config.reference import render_reference
@@ -82,10 +81,10 @@ def test_planned_values_are_choices_and_never_the_default(setting) -> None:
 
 @pytest.mark.parametrize("kind", RUN_TYPES, ids=lambda kind: kind.command)
 def test_every_alias_leads_to_a_declared_key_and_hides_none(kind) -> None:
-    for second, key in kind.aliases.keys.items():
-        assert find_setting(resolve_alias(tuple(key.split(".")), kind.aliases), kind.root) is not None, key
+    for second, key in kind.legacy.aliases.items():
+        assert find_setting(kind.legacy.resolve_alias(tuple(key.split("."))), kind.root) is not None, key
         assert second not in collect_settings(kind.root), second
-    for key, values in kind.aliases.values.items():
+    for key, values in kind.legacy.value_aliases.items():
         if choices := collect_settings(kind.root)[key].choices:
             assert set(values.values()) <= set(choices)
             assert not set(values) & set(choices)
