@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path as Folder
 from typing import Any
 
-from verl.config.paths import Path, Tree, format_value, get_path, join_path, set_path
+from verl.config.features import get_model_settings, list_trained_models
+from verl.config.paths import Tree, format_value, get_path, join_path, set_path
 from verl.config.schema import Config, Section, SftConfig
-from verl.config.schema.actor import ModelConfig, PeftConfig
-from verl.config.schema.conditions import ACTOR
+from verl.config.schema.actor import PeftConfig
 from verl.models.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_config, read_json, read_shapes
 
 _PREFIX = "base_model.model."
@@ -75,17 +75,13 @@ class AdapterFiles:
         return list(dict.fromkeys(name.partition(".lora_A.")[0] for name in self.shapes if ".lora_A." in name))
 
 
-def find_adapter_source(config: Section) -> AdapterSource | None:
+def find_adapter_source(config: Config | SftConfig) -> AdapterSource | None:
     """Return the adapter that the run starts from, if any."""
-    assert isinstance(config, Config | SftConfig)
-    model: ModelConfig
-    if isinstance(config, SftConfig):
-        model, peft, key, section = config.model, config.model.peft, "model", "model.peft"
-    else:
-        shared = config.actor_rollout_ref
-        model, peft, key, section = shared.model, shared.actor.peft, "actor_rollout_ref.model", f"{ACTOR}.peft"
-    path = model.lora_adapter_path
-    return None if path is None else AdapterSource(f"{key}.lora_adapter_path", path, section, peft, model.path)
+    (key, model), trained = get_model_settings(config), list_trained_models(config)[0]
+    if model.lora_adapter_path is None:
+        return None
+    peft = trained.settings.peft
+    return AdapterSource(f"{key}.lora_adapter_path", model.lora_adapter_path, f"{trained.key}.peft", peft, model.path)
 
 
 def read_adapter(folder: Folder, model_path: str | None = None) -> AdapterFiles:
@@ -106,13 +102,8 @@ def read_adapter(folder: Folder, model_path: str | None = None) -> AdapterFiles:
         raise ValueError(f"has no {ADAPTER_WEIGHTS} (it contains {others}); save it again with safe_serialization=True")
     shapes = read_shapes(folder / ADAPTER_WEIGHTS)
     shapes = {name.removeprefix(_PREFIX): shape for name, shape in shapes.items()}
-    return AdapterFiles(config, shapes, None if model_path is None else _count_layers(model_path))
-
-
-def _count_layers(model_path: str) -> int | None:
-    """Return the number of layers of the model in a folder; None if unknown."""
-    layers = read_config(model_path).get("num_hidden_layers")
-    return layers if isinstance(layers, int) else None
+    layers = None if model_path is None else read_config(model_path).get("num_hidden_layers")
+    return AdapterFiles(config, shapes, layers)
 
 
 def fill_from_adapter(root: type[Section], tree: Tree, hints: list[str]) -> dict[str, str]:
@@ -120,11 +111,10 @@ def fill_from_adapter(root: type[Section], tree: Tree, hints: list[str]) -> dict
 
     What is wrong with its files is reported before the run starts, with everything else. Returns key -> origin.
     """
-    model: Path = ("model",)
-    section: Path = ("model", "peft")
-    if root is Config:
-        model, section = ("actor_rollout_ref", "model"), ("actor_rollout_ref", "actor", "peft")
-    path, used = (get_path(tree, (*model, name)) for name in ("lora_adapter_path", "path"))
+    default = root()
+    assert isinstance(default, Config | SftConfig)
+    model, section = get_model_settings(default)[0], (*list_trained_models(default)[0].key.split("."), "peft")
+    path, used = (get_path(tree, (*model.split("."), name)) for name in ("lora_adapter_path", "path"))
     if not isinstance(path, str):
         return {}
     try:
@@ -141,7 +131,7 @@ def fill_from_adapter(root: type[Section], tree: Tree, hints: list[str]) -> dict
     base = adapter.config.get("base_model_name_or_path")
     if base and used and Folder(str(base)).name != Folder(str(used)).name:
         hints.append(
-            f"{join_path(model)}.lora_adapter_path: the adapter was trained on {base}, and the model here is {used}; "
+            f"{model}.lora_adapter_path: the adapter was trained on {base}, and the model here is {used}; "
             "make sure that they are the same"
         )
     return origins

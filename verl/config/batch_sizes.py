@@ -6,10 +6,8 @@ import math
 from dataclasses import dataclass
 from operator import attrgetter
 
-from verl.config.features import list_optimizers, uses_critic
+from verl.config.features import list_trained_models, uses_critic
 from verl.config.schema import Config, SftConfig
-from verl.config.schema.actor import ActorConfig
-from verl.config.schema.critic import CriticConfig
 from verl.config.train_engines import get_train_engine
 
 CPU_SEQUENCES = 256
@@ -110,7 +108,7 @@ def count_group_devices(config: Config | SftConfig) -> int:
 
 def count_rank_multiple(config: Config | SftConfig) -> int:
     """Return the number that must divide the count of train ranks."""
-    sharding = [fsdp for _, _, _, fsdp in list_optimizers(config)]
+    sharding = [model.settings.fsdp_config for model in list_trained_models(config)]
     sizes = [max(1, fsdp.fsdp_size) for fsdp in sharding] + [fsdp.expert_parallel_size for fsdp in sharding]
     return math.lcm(count_group_devices(config), get_group_size(config), *sizes)
 
@@ -178,11 +176,11 @@ def derive_sizes(config: Config) -> list[Size]:
             _explain_sequences(config),
         ),
         Size("train ranks", ranks, _explain_ranks(config)),
-        *_derive_model_sizes(config, get_actor_batch_sizes(config), "actor", model=""),
+        *_derive_model_sizes(config, get_actor_batch_sizes(config), "actor"),
     ]
-    if uses_critic(config):
-        rows += _derive_model_sizes(config, get_critic_batch_sizes(config), "critic", model="critic ")
-    return rows
+    return (
+        [*rows, *_derive_model_sizes(config, get_critic_batch_sizes(config), "critic")] if uses_critic(config) else rows
+    )
 
 
 def derive_sft_sizes(config: SftConfig) -> list[Size]:
@@ -205,21 +203,23 @@ def derive_sft_sizes(config: SftConfig) -> list[Size]:
     ]
 
 
-def _derive_model_sizes(config: Config, sizes: BatchSizes, section: str, *, model: str) -> list[Size]:
+def _derive_model_sizes(config: Config, sizes: BatchSizes, section: str) -> list[Size]:
     """Return the sizes of a model's mini-batches and micro-batches."""
+    model = "critic " if section == "critic" else ""
     n, ranks, longest = config.actor_rollout_ref.rollout.n, count_data_ranks(config), get_max_sequence_tokens(config)
     batch = config.data.train_batch_size
     mini_prompts = min(sizes.mini_batch, batch)
     mini = mini_prompts * n
     on_rank = _ceil(mini, ranks)
-    actor, critic = config.actor_rollout_ref.actor, config.critic
+    trained = config.critic if section == "critic" else config.actor_rollout_ref.actor
+    warmup, how_warmup = trained.optim.lr_warmup_steps, f"{section}.optim.lr_warmup_steps, in training steps"
     rows = [
         Size(
             f"{model}optimizer steps per step",
             sizes.count_optimizer_steps(batch),
             f"ceil({batch} / ppo_mini_batch_size={sizes.mini_batch}) x ppo_epochs={sizes.epochs}",
         ),
-        *_derive_warmup(critic if section == "critic" else actor, section, model),
+        *([Size(f"{model}learning rate warm-up steps", warmup, how_warmup)] if warmup else []),
         Size(f"samples per {model}mini-batch", mini, f"{mini_prompts} prompts x rollout.n={n}"),
         Size("... per rank", on_rank, f"{mini} / {_describe_data_ranks(config)}, rounded up"),
     ]
@@ -234,12 +234,6 @@ def _derive_model_sizes(config: Config, sizes: BatchSizes, section: str, *, mode
         Size("... maximum tokens", micro * longest, f"{micro} samples x {longest} tokens"),
         Size(f"micro-batches per {model}mini-batch", _ceil(on_rank, micro), f"{on_rank} samples / {micro}"),
     ]
-
-
-def _derive_warmup(trained: ActorConfig | CriticConfig, section: str, model: str) -> list[Size]:
-    steps = trained.optim.lr_warmup_steps
-    how = f"{section}.optim.lr_warmup_steps, in training steps"
-    return [Size(f"{model}learning rate warm-up steps", steps, how)] if steps else []
 
 
 def render_sizes(config: Config | SftConfig) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema import Config, SftConfig
-from verl.config.schema.actor import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, PeftConfig
+from verl.config.schema.actor import ActorConfig, CheckpointConfig, ModelConfig, OptimConfig
+from verl.config.schema.conditions import ACTOR
+from verl.config.schema.critic import CriticConfig
 from verl.config.schema.reward import RewardRolloutConfig
 from verl.config.schema.rollout import RolloutConfig
+from verl.config.schema.sft import SftModelConfig
 from verl.config.train_engines import get_train_engine
 
 
@@ -54,23 +59,22 @@ def get_model_settings(config: Config | SftConfig) -> tuple[str, ModelConfig]:
     return "actor_rollout_ref.model", config.actor_rollout_ref.model
 
 
-def list_adapters(config: Config | SftConfig) -> list[tuple[str, PeftConfig]]:
-    """Return the adapter settings of the models that are trained, each with its key."""
-    if isinstance(config, SftConfig):
-        return [("model.peft", config.model.peft)]
-    adapters = [("actor_rollout_ref.actor.peft", config.actor_rollout_ref.actor.peft)]
-    return [*adapters, ("critic.peft", config.critic.peft)] if uses_critic(config) else adapters
+class TrainedModel(NamedTuple):
+    """The settings of a model that is trained, and those of its optimizer, each with their key."""
+
+    key: str
+    settings: ActorConfig | CriticConfig | SftModelConfig
+    optim_key: str
+    optim: OptimConfig
 
 
-def list_optimizers(config: Config | SftConfig) -> list[tuple[str, OptimConfig, str, FsdpConfig]]:
-    """Return the optimizer and sharding settings of the models that are trained, each with its key."""
+def list_trained_models(config: Config | SftConfig) -> list[TrainedModel]:
+    """Return the models that are trained; the first is the policy, or the model of supervised fine-tuning."""
     if isinstance(config, SftConfig):
-        return [("optim", config.optim, "model.fsdp_config", config.model.fsdp_config)]
+        return [TrainedModel("model", config.model, "optim", config.optim)]
     actor, critic = config.actor_rollout_ref.actor, config.critic
-    models = [("actor_rollout_ref.actor.optim", actor.optim, "actor_rollout_ref.actor.fsdp_config", actor.fsdp_config)]
-    if uses_critic(config):
-        models.append(("critic.optim", critic.optim, "critic.fsdp_config", critic.fsdp_config))
-    return models
+    models = [TrainedModel(ACTOR, actor, f"{ACTOR}.optim", actor.optim)]
+    return [*models, TrainedModel("critic", critic, "critic.optim", critic.optim)] if uses_critic(config) else models
 
 
 def list_engines(config: Config | SftConfig) -> list[tuple[str, RolloutConfig | RewardRolloutConfig]]:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from verl.config.checks.conflict import Conflict
-from verl.config.features import list_adapters, list_engines
+from verl.config.features import list_engines, list_trained_models
 from verl.config.interpreters import find_interpreter_problem
 from verl.config.paths import format_value, get_value, is_overridden
 from verl.config.rollout_engines import IN_PROCESS_ENGINE, get_rollout_engine
@@ -27,10 +27,11 @@ def find_missing(config: Section) -> Iterator[Conflict]:
     for key, setting in collect_settings(type(config)).items():
         if setting.required and get_value(config, key) == MISSING:
             yield Conflict(key, "is required", f"={_EXAMPLES[key]}")
-    for section, peft in list_adapters(config):
-        if peft.lora_rank > 0 and not _is_installed("peft"):
-            fix = f"{format_install_hint('lora')}, or set {section}.lora_rank=0 to train all weights"
-            yield Conflict(f"{section}.lora_rank", f"{peft.lora_rank} requires the package PEFT", fix)
+    for model in list_trained_models(config):
+        key, rank = f"{model.key}.peft.lora_rank", model.settings.peft.lora_rank
+        if rank > 0 and not _is_installed("peft"):
+            fix = f"{format_install_hint('lora')}, or set {key}=0 to train all weights"
+            yield Conflict(key, f"{rank} requires the package PEFT", fix)
     for section, engine in list_engines(config):
         spec = get_rollout_engine(engine.name)
         python = engine.python if isinstance(engine, RolloutConfig) else None

@@ -15,7 +15,7 @@ from verl.config.batch_sizes import (
     get_ulysses_size,
 )
 from verl.config.checks.conflict import Conflict
-from verl.config.features import list_adapters, list_optimizers, uses_critic
+from verl.config.features import list_trained_models, uses_critic
 from verl.config.paths import get_value
 from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema import Config, SftConfig
@@ -30,22 +30,23 @@ def find_conflicts(config: Config | SftConfig) -> Iterator[Conflict]:
     """Yield settings of parallelism, optimizers and adapters that cannot work together."""
     ranks = count_train_ranks(config)
     yield from _check_ulysses(config, ranks)
-    for section, optim, fsdp_section, fsdp in list_optimizers(config):
-        yield from _check_experts(fsdp_section, fsdp, optim, ranks)
-        yield from _check_sharding(fsdp_section, fsdp, ranks)
+    for key, model, optim_key, optim in list_trained_models(config):
+        fsdp, peft = model.fsdp_config, model.peft
+        yield from _check_experts(f"{key}.fsdp_config", fsdp, optim, ranks)
+        yield from _check_sharding(f"{key}.fsdp_config", fsdp, ranks)
         if optim.name == "muon" and fsdp.stochastic_rounding:
-            fix = f"set {fsdp_section}.model_dtype=float32, or {section}.name=adamw"
-            yield Conflict(f"{fsdp_section}.stochastic_rounding", f"is not supported with {section}.name=muon", fix)
+            reason = f"is not supported with {optim_key}.name=muon"
+            fix = f"set {key}.fsdp_config.model_dtype=float32, or {optim_key}.name=adamw"
+            yield Conflict(f"{key}.fsdp_config.stochastic_rounding", reason, fix)
         steps = config.trainer.total_training_steps
-        if steps is not None and isinstance(config, Config) and section.startswith(ACTOR):
+        if steps is not None and isinstance(config, Config) and key == ACTOR:
             steps = count_policy_steps(config, steps)
         if steps != 0:  # 0: trainer.critic_warmup is too long, which is reported separately
-            yield from _check_warmup(section, optim, steps)
-    for section, peft in list_adapters(config):
+            yield from _check_warmup(optim_key, optim, steps)
         if peft.peft_type == "lora" and peft.lora_rank == 0:
-            yield Conflict(f"{section}.lora_rank", "0 means no adapter, but peft_type=lora", "=16")
+            yield Conflict(f"{key}.peft.lora_rank", "0 means no adapter, but peft_type=lora", "=16")
         if peft.lora_rank > 0 and not peft.target_modules:
-            yield Conflict(f"{section}.target_modules", "is empty, but the adapter needs modules", "=all-linear")
+            yield Conflict(f"{key}.peft.target_modules", "is empty, but the adapter needs modules", "=all-linear")
 
 
 def find_hints(config: Config) -> Iterator[Conflict]:
@@ -159,14 +160,11 @@ def _check_batch_sizes(config: Config, section: str, sizes: BatchSizes) -> Itera
 
 def _check_master_weights(config: Config | SftConfig) -> Iterator[Conflict]:
     """Check that weights can hold small updates."""
-    for _, optim, section, fsdp in list_optimizers(config):
+    for key, model, _, optim in list_trained_models(config):
+        fsdp, section = model.fsdp_config, f"{key}.fsdp_config"
         if fsdp.model_dtype == "bfloat16" and not fsdp.stochastic_rounding and optim.lr < 1e-4:
-            yield Conflict(
-                f"{section}.model_dtype",
-                f"a bfloat16 weight drops updates below 1/512 of its size, so with lr={optim.lr:g} almost none of them "
-                "moves",
-                f"=float32, or {section}.stochastic_rounding=true",
-            )
+            reason = f"a bfloat16 weight drops updates below 1/512 of its size: nearly all of them with lr={optim.lr:g}"
+            yield Conflict(f"{section}.model_dtype", reason, f"=float32, or {section}.stochastic_rounding=true")
 
 
 def _nearest_divisor(ranks: int, size: int) -> int:
