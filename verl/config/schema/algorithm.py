@@ -46,16 +46,23 @@ _DISCOUNTS = OnlyIf(
 
 
 class KlControlConfig(Section):
-    type: Literal["fixed", "adaptive"] = setting("fixed", "fixed: keep kl_coef; adaptive: adjust it toward target_kl.")
-    kl_coef: float = setting(0.001, "Coefficient of the KL penalty in the reward.", ge=0)
-    horizon: Count = setting(10000, "Time constant of the adaptive controller.", unit="samples", only_if=_ADAPTIVE)
-    target_kl: Positive = setting(0.1, "Target KL of the adaptive controller.", unit="nats", only_if=_ADAPTIVE)
+    type: Literal["fixed", "adaptive"] = setting("fixed")
+    """fixed: keep kl_coef; adaptive: adjust it toward target_kl."""
+    kl_coef: float = setting(0.001, ge=0)
+    """Coefficient of the KL penalty in the reward."""
+    horizon: Count = setting(10000, unit="samples", only_if=_ADAPTIVE)
+    """Time constant of the adaptive controller."""
+    target_kl: Positive = setting(0.1, unit="nats", only_if=_ADAPTIVE)
+    """Target KL of the adaptive controller."""
 
 
 class FilterGroupsConfig(Section):
-    enable: bool = setting(False, "Replace groups whose scores are all equal by new ones (dynamic sampling).")
-    metric: str = setting("score", "The value that must differ within a group.")
-    max_num_gen_batches: int = setting(10, "Maximum batches generated per step; 0: no limit.", unit="batches", ge=0)
+    enable: bool = setting(False)
+    """Replace groups whose scores are all equal by new ones (dynamic sampling)."""
+    metric: str = setting("score")
+    """The value that must differ within a group."""
+    max_num_gen_batches: int = setting(10, unit="batches", ge=0)
+    """Maximum batches generated per step; 0: no limit."""
 
 
 CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
@@ -72,35 +79,27 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
 
 class RolloutCorrectionConfig(Section):
     preset: Literal["tis", "tis_sequence", "mis", "mis_sequence", "mis_geometric", "icepop", "bypass"] | None = setting(
-        None, "A usual combination of the settings below, which override it; null: none."
+        None
     )
-    rollout_is: Literal["token", "sequence", "icepop"] | None = setting(
-        None, "Importance weights per token or per sequence; icepop: per token, 0 outside the bounds; null: none."
-    )
-    rollout_is_threshold: Positive = setting(2.0, "Upper bound of the weights.", only_if=needs_given(".rollout_is"))
-    rollout_is_threshold_lower: Fraction = setting(
-        0.5, "Lower bound of the weights (icepop).", only_if=needs(".rollout_is", "icepop")
-    )
-    rollout_is_batch_normalize: bool = setting(
-        False, "Scale the weights to a mean of 1.", only_if=needs_given(".rollout_is")
-    )
-    rollout_rs: Rejection | None = setting(
-        None, "Reject tokens or sequences by their ratio (geometric: mean ratio), or by k2 or k3, estimates of the KL."
-    )
-    rollout_rs_threshold: Positive = setting(
-        2.0, "Largest accepted ratio or estimate.", only_if=needs_given(".rollout_rs")
-    )
+    """A usual combination of the settings below, which override it; null: none."""
+    rollout_is: Literal["token", "sequence", "icepop"] | None = setting(None)
+    """Importance weights per token or per sequence; icepop: per token, 0 outside the bounds; null: none."""
+    rollout_is_threshold: Positive = setting(2.0, only_if=needs_given(".rollout_is"))
+    """Upper bound of the weights."""
+    rollout_is_threshold_lower: Fraction = setting(0.5, only_if=needs(".rollout_is", "icepop"))
+    """Lower bound of the weights (icepop)."""
+    rollout_is_batch_normalize: bool = setting(False, only_if=needs_given(".rollout_is"))
+    """Scale the weights to a mean of 1."""
+    rollout_rs: Rejection | None = setting(None)
+    """Reject tokens or sequences by their ratio (geometric: mean ratio), or by k2 or k3, estimates of the KL."""
+    rollout_rs_threshold: Positive = setting(2.0, only_if=needs_given(".rollout_rs"))
+    """Largest accepted ratio or estimate."""
     rollout_rs_threshold_lower: float | None = setting(
-        None,
-        "Smallest accepted ratio; null: 1 / rollout_rs_threshold.",
-        gt=0,
-        lt=1,
-        only_if=needs(".rollout_rs", "token", "sequence", "geometric"),
+        None, gt=0, lt=1, only_if=needs(".rollout_rs", "token", "sequence", "geometric")
     )
-    bypass_mode: bool = setting(
-        False,
-        "Take the engine's log-probs as the old ones, which saves a forward pass; the loss then clips the mismatch.",
-    )
+    """Smallest accepted ratio; null: 1 / rollout_rs_threshold."""
+    bypass_mode: bool = setting(False)
+    """Take the engine's log-probs as the old ones, which saves a forward pass; the loss then clips the mismatch."""
 
     @model_validator(mode="before")
     @classmethod
@@ -110,34 +109,29 @@ class RolloutCorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: Estimator | CustomFunction = setting("grpo", "Advantage estimator.", only_if=HAS_ADVANTAGES)
-    gamma: Fraction = setting(
-        1.0, "Discount factor (gae, reinforce_plus_plus, PRIME).", only_if=(HAS_ADVANTAGES, _DISCOUNTS)
-    )
-    lam: Fraction = setting(1.0, "Lambda of gae.", only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gae")))
+    adv_estimator: Estimator | CustomFunction = setting("grpo", only_if=HAS_ADVANTAGES)
+    """Advantage estimator."""
+    gamma: Fraction = setting(1.0, only_if=(HAS_ADVANTAGES, _DISCOUNTS))
+    """Discount factor (gae, reinforce_plus_plus, PRIME)."""
+    lam: Fraction = setting(1.0, only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gae")))
+    """Lambda of gae."""
     norm_adv_by_std_in_grpo: bool = setting(
-        True,
-        "Divide advantages by the group's standard deviation; false: Dr.GRPO.",
-        only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "grpo", "grpo_vectorized", "grpo_passk")),
+        True, only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "grpo", "grpo_vectorized", "grpo_passk"))
     )
-    reward_components: list[str] = setting(
-        [],
-        "Numbers of the reward that are normalized separately (gdpo); []: the parts that the score is a sum of.",
-        only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gdpo")),
-    )
-    component_weights: list[float] | None = setting(
-        None,
-        "Weights of reward_components, one for each; null: as in the score, or 1.",
-        only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gdpo")),
-    )
-    use_kl_in_reward: bool = setting(False, "Subtract the KL divergence from the reference policy from the reward.")
-    kl_penalty: KlKind = setting("kl", "Estimator of that KL; full: exact over the vocabulary.", only_if=_KL_IN_REWARD)
+    """Divide advantages by the group's standard deviation; false: Dr.GRPO."""
+    reward_components: list[str] = setting([], only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gdpo")))
+    """Numbers of the reward that are normalized separately (gdpo); []: the parts that the score is a sum of."""
+    component_weights: list[float] | None = setting(None, only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gdpo")))
+    """Weights of reward_components, one for each; null: as in the score, or 1."""
+    use_kl_in_reward: bool = setting(False)
+    """Subtract the KL divergence from the reference policy from the reward."""
+    kl_penalty: KlKind = setting("kl", only_if=_KL_IN_REWARD)
+    """Estimator of that KL; full: exact over the vocabulary."""
     kl_ctrl: KlControlConfig = section(
         KlControlConfig, "Coefficient of the KL penalty in the reward.", only_if=_KL_IN_REWARD
     )
-    mask_truncated: bool = setting(
-        False, "Do not train on responses cut off by data.max_response_length; they still count in the baseline."
-    )
+    mask_truncated: bool = setting(False)
+    """Do not train on responses cut off by data.max_response_length; they still count in the baseline."""
     filter_groups: FilterGroupsConfig = section(
         FilterGroupsConfig, "Dynamic sampling (DAPO).", only_if=needs("algorithm.filter_groups.enable")
     )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import sys
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
@@ -63,8 +67,7 @@ class Section(BaseModel):
 
 
 def setting(
-    default: Any,
-    doc: str,
+    default: Any = None,
     *,
     unit: str | None = None,
     planned: bool | tuple[Any, ...] = False,
@@ -72,11 +75,10 @@ def setting(
     only_if: OnlyIf | tuple[OnlyIf, ...] = (),
     **constraints: Any,
 ) -> Any:
-    """Declare one setting.
+    """Declare one setting. The docstring below it is its documentation: one line.
 
     Args:
         default: The value if none is given.
-        doc: One line of documentation.
         unit: What a number counts.
         planned: True refuses every value but the default as not supported yet; a tuple refuses these values.
         required: A run does not start without this setting.
@@ -84,7 +86,7 @@ def setting(
         constraints: ge, gt, le, lt of pydantic.
     """
     marks: Any = {"unit": unit, "planned": planned, "required": required, "only_if": _as_tuple(only_if)}
-    return Field(MISSING if required else default, description=doc, json_schema_extra=marks, **constraints)
+    return Field(MISSING if required else default, json_schema_extra=marks, **constraints)
 
 
 def section(kind: type[Section], doc: str, *, planned: bool = False, only_if: OnlyIf | tuple[OnlyIf, ...] = ()) -> Any:
@@ -105,9 +107,9 @@ class Setting:
     """One declared setting or section, as the loader, the validation and the reference page see it."""
 
     path: tuple[str, ...]
+    owner: type[Section]
     annotation: Any
     default: Any
-    doc: str
     unit: str | None
     planned: bool | tuple[Any, ...]
     required: bool
@@ -118,6 +120,14 @@ class Setting:
     @property
     def key(self) -> str:
         return ".".join(self.path)
+
+    @property
+    def doc(self) -> str:
+        """The description of a section, or the docstring of a setting."""
+        name = self.path[-1]
+        owners = (kind for kind in self.owner.__mro__ if issubclass(kind, Section) and name in kind.__annotations__)
+        owner = next(owners)
+        return self.owner.model_fields[name].description or _read_docs(owner.__module__).get((owner.__name__, name), "")
 
     @property
     def open(self) -> bool:
@@ -150,22 +160,22 @@ def collect_settings(root: type[Section]) -> dict[str, Setting]:
 
 def _walk(kind: type[Section], parent: Setting | None = None) -> Iterator[Setting]:
     for name, field in kind.model_fields.items():
-        setting = _read(name, field, parent)
+        setting = _read(kind, name, field, parent)
         yield setting
         if setting.section is not None:
             yield from _walk(setting.section, setting)
 
 
-def _read(name: str, field: FieldInfo, parent: Setting | None) -> Setting:
+def _read(owner: type[Section], name: str, field: FieldInfo, parent: Setting | None) -> Setting:
     marks: Any = field.json_schema_extra
     path, kind = (*parent.path, name) if parent else (name,), field.annotation
     key = ".".join(path)
     assert isinstance(marks, dict), f"{key} must be declared with setting() or section()"
     return Setting(
         path=path,
+        owner=owner,
         annotation=kind,
         default=field.get_default(call_default_factory=True),
-        doc=field.description or "",
         unit=marks["unit"],
         planned=marks["planned"] or (parent is not None and parent.planned),
         required=marks["required"],
@@ -175,6 +185,19 @@ def _read(name: str, field: FieldInfo, parent: Setting | None) -> Setting:
             *(condition.resolve(key) for condition in marks["only_if"]),
         ),
     )
+
+
+@cache
+def _read_docs(module: str) -> dict[tuple[str, str], str]:
+    """Return (class, name) -> the docstring below the declaration of a setting."""
+    docs = {}
+    classes = ast.parse(inspect.getsource(sys.modules[module])).body
+    for kind in (node for node in classes if isinstance(node, ast.ClassDef)):
+        for field, below in pairwise(kind.body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(doc))):
+                    docs[kind.name, name] = doc
+    return docs
 
 
 def _choices(annotation: Any) -> Iterator[Any]:

@@ -24,37 +24,40 @@ _BY_SAMPLES = OnlyIf(
 
 
 class CriticModelConfig(Section):
-    path: str | None = setting(None, "Initial model of the critic; null: the actor's.")
-    enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward pass.")
+    path: str | None = setting(None)
+    """Initial model of the critic; null: the actor's."""
+    enable_gradient_checkpointing: bool = setting(True)
+    """Recompute activations in the backward pass."""
 
 
 class CriticOptimConfig(OptimConfig):
-    lr: Positive = setting(1e-5, "Learning rate.")
+    lr: Positive = setting(1e-5)
+    """Learning rate."""
 
 
 class CriticConfig(Section):
-    enable: bool | None = setting(
-        None, "Train a critic; null: only with gae. For custom estimators that return (advantages, returns)."
-    )
-    strategy: TrainEngineName = setting(DEFAULT_ENGINE, "Training engine.", planned=PLANNED_ENGINES)
+    enable: bool | None = setting(None)
+    """Train a critic; null: only with gae. For custom estimators that return (advantages, returns)."""
+    strategy: TrainEngineName = setting(DEFAULT_ENGINE, planned=PLANNED_ENGINES)
+    """Training engine."""
     model: CriticModelConfig = section(CriticModelConfig, "The value model.")
     optim: CriticOptimConfig = section(CriticOptimConfig, "Optimizer and learning rate schedule.")
-    ppo_mini_batch_size: Count | None = setting(
-        None, "Prompts per optimizer step; null: same as the actor.", unit="prompts"
-    )
-    ppo_micro_batch_size_per_gpu: Count = setting(8, "Samples per rank and pass.", unit="samples", only_if=_BY_SAMPLES)
-    use_dynamic_bsz: bool | None = setting(
-        None, "Limit micro-batches by tokens instead of samples; null: same as the actor."
-    )
-    ppo_max_token_len_per_gpu: Count | None = setting(
-        None, "Maximum tokens per micro-batch; null: same as the actor.", unit="tokens", only_if=_BY_TOKENS
-    )
-    ppo_epochs: Count | None = setting(
-        None, "Passes over the responses of a step; null: same as the actor.", unit="passes"
-    )
-    loss_agg_mode: Aggregation = setting("token-mean", "How per-token losses are reduced.")
-    cliprange_value: Positive = setting(0.5, "Clip range of a value around the old value.")
-    grad_clip: Positive = setting(1.0, "Maximum norm of the gradient.")
+    ppo_mini_batch_size: Count | None = setting(None, unit="prompts")
+    """Prompts per optimizer step; null: same as the actor."""
+    ppo_micro_batch_size_per_gpu: Count = setting(8, unit="samples", only_if=_BY_SAMPLES)
+    """Samples per rank and pass."""
+    use_dynamic_bsz: bool | None = setting(None)
+    """Limit micro-batches by tokens instead of samples; null: same as the actor."""
+    ppo_max_token_len_per_gpu: Count | None = setting(None, unit="tokens", only_if=_BY_TOKENS)
+    """Maximum tokens per micro-batch; null: same as the actor."""
+    ppo_epochs: Count | None = setting(None, unit="passes")
+    """Passes over the responses of a step; null: same as the actor."""
+    loss_agg_mode: Aggregation = setting("token-mean")
+    """How per-token losses are reduced."""
+    cliprange_value: Positive = setting(0.5)
+    """Clip range of a value around the old value."""
+    grad_clip: Positive = setting(1.0)
+    """Maximum norm of the gradient."""
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training (FSDP2).")
     peft: PeftConfig = section(PeftConfig, "LoRA adapter; the value head is trained in full.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "Contents of checkpoints.")

@@ -9,34 +9,25 @@ from verl.config.schema.conditions import HAS_DEVICE_MEMORY
 
 
 class TeacherConfig(Section):
-    path: str | None = setting(None, "Hugging Face name or local directory of the teacher; it has the same tokens.")
-    use_own_chat_template: bool = setting(
-        False,
-        "Render prompts for the teacher with its own chat template; false: with the policy's.",
-    )
-    param_offload: bool = setting(
-        False, "Move the teacher's weights to host memory while they are not in use.", only_if=HAS_DEVICE_MEMORY
-    )
+    path: str | None = setting(None)
+    """Hugging Face name or local directory of the teacher; it has the same tokens."""
+    use_own_chat_template: bool = setting(False)
+    """Render prompts for the teacher with its own chat template; false: with the policy's."""
+    param_offload: bool = setting(False, only_if=HAS_DEVICE_MEMORY)
+    """Move the teacher's weights to host memory while they are not in use."""
 
 
 class DistillationConfig(Section):
-    enable: bool = setting(False, "Train the policy toward a teacher model, on the policy's own responses.")
+    enable: bool = setting(False)
+    """Train the policy toward a teacher model, on the policy's own responses."""
     teacher: TeacherConfig = section(TeacherConfig, "The teacher, which is never trained.")
-    mode: Literal["reward", "loss"] = setting(
-        "reward", "The KL to the teacher: reward: of each sampled token, in its advantage; loss: exact, in the loss."
-    )
-    coef: Positive = setting(1.0, "Coefficient of the KL to the teacher.")
-    log_prob_min_clamp: float | None = setting(
-        None,
-        "Log-probs of policy and teacher below this count as this in their KL; null: all count as they are.",
-        unit="nats",
-        lt=0,
-    )
-    loss_max_clamp: Positive | None = setting(
-        None,
-        "Largest KL of a token, above and below 0; in mode=loss a token beyond it has no gradient; null: no limit.",
-        unit="nats",
-    )
-    use_task_rewards: bool = setting(
-        True, "Also learn from rewards; false: learn from the teacher alone, without scoring training responses."
-    )
+    mode: Literal["reward", "loss"] = setting("reward")
+    """The KL to the teacher: reward: of each sampled token, in its advantage; loss: exact, in the loss."""
+    coef: Positive = setting(1.0)
+    """Coefficient of the KL to the teacher."""
+    log_prob_min_clamp: float | None = setting(None, unit="nats", lt=0)
+    """Log-probs of policy and teacher below this count as this in their KL; null: all count as they are."""
+    loss_max_clamp: Positive | None = setting(None, unit="nats")
+    """Largest KL of a token, above and below 0; in mode=loss a token beyond it has no gradient; null: no limit."""
+    use_task_rewards: bool = setting(True)
+    """Also learn from rewards; false: learn from the teacher alone, without scoring training responses."""

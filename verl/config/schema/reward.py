@@ -12,19 +12,17 @@ _IS_LOCAL = unless_given(".url", ": the remote service isolates programs")
 
 
 class CustomRewardFunction(Section):
-    path: str | None = setting(
-        None, "File (or package.module) of your reward function; null: built-in scorers, by data source."
-    )
-    name: str = setting("compute_score", "Name of the function.", only_if=needs_given(".path"))
-    reward_kwargs: dict[str, Any] = setting(
-        {}, "Extra keyword arguments of the function.", only_if=needs_given(".path")
-    )
+    path: str | None = setting(None)
+    """File (or package.module) of your reward function; null: built-in scorers, by data source."""
+    name: str = setting("compute_score", only_if=needs_given(".path"))
+    """Name of the function."""
+    reward_kwargs: dict[str, Any] = setting({}, only_if=needs_given(".path"))
+    """Extra keyword arguments of the function."""
 
 
 class RewardManagerConfig(Section):
-    name: Literal["naive", "prime", "dapo", "batch"] = setting(
-        "naive", "How functions are called: in one process, in num_workers (prime), with lists (batch); dapo: naive."
-    )
+    name: Literal["naive", "prime", "dapo", "batch"] = setting("naive")
+    """How functions are called: in one process, in num_workers (prime), with lists (batch); dapo: naive."""
 
 
 class RewardEngineName(RegisteredName):
@@ -34,67 +32,74 @@ class RewardEngineName(RegisteredName):
 
 
 class RewardRolloutConfig(Section):
-    name: RewardEngineName = setting(
-        DEFAULT_REWARD_ENGINE,
-        "Engine of the reward model; hf: transformers, supports any model.",
-        planned=PLANNED_ENGINES,
-    )
-    tensor_model_parallel_size: Count = setting(
-        1, "Devices per engine, on one node.", unit="devices", only_if=needs_engine(".name")
-    )
+    name: RewardEngineName = setting(DEFAULT_REWARD_ENGINE, planned=PLANNED_ENGINES)
+    """Engine of the reward model; hf: transformers, supports any model."""
+    tensor_model_parallel_size: Count = setting(1, unit="devices", only_if=needs_engine(".name"))
+    """Devices per engine, on one node."""
     gpu_memory_utilization: float = setting(
-        0.5,
-        "Fraction of an accelerator's memory.",
-        gt=0,
-        le=1,
-        only_if=(needs_engine(".name"), unless("trainer.device", "cpu")),
+        0.5, gt=0, le=1, only_if=(needs_engine(".name"), unless("trainer.device", "cpu"))
     )
+    """Fraction of an accelerator's memory."""
 
 
 class RewardModelConfig(Section):
-    enable: bool = setting(False, "Score responses with a trained reward model.")
-    model_path: str | None = setting(
-        None, "Hugging Face name or directory of the reward model; it must have one label."
-    )
-    weight: float = setting(1.0, "With a reward function: reward = function + weight * model.")
-    replicas: Count = setting(1, "Processes that each hold a copy of the reward model.", unit="processes")
-    micro_batch_size_per_gpu: Count = setting(16, "Responses that a replica scores at once.", unit="samples")
+    enable: bool = setting(False)
+    """Score responses with a trained reward model."""
+    model_path: str | None = setting(None)
+    """Hugging Face name or directory of the reward model; it must have one label."""
+    weight: float = setting(1.0)
+    """With a reward function: reward = function + weight * model."""
+    replicas: Count = setting(1, unit="processes")
+    """Processes that each hold a copy of the reward model."""
+    micro_batch_size_per_gpu: Count = setting(16, unit="samples")
+    """Responses that a replica scores at once."""
     rollout: RewardRolloutConfig = section(RewardRolloutConfig, "The engine of the reward model.")
 
 
 class SandboxConfig(Section):
-    url: str | None = setting(None, "Remote sandbox (SandboxFusion) that runs the programs; null: a local sandbox.")
-    seconds: Positive = setting(
-        10.0, "Time limit for one input of a program, or for all calls of a function.", unit="seconds"
-    )
-    memory_mb: int = setting(1024, "Memory limit of a program and its children.", unit="MB", ge=64)
-    processes: Count = setting(32, "Maximum processes and threads of a program.", unit="processes", only_if=_IS_LOCAL)
-    output_mb: Count = setting(8, "Maximum output of a program.", unit="MB")
-    require: Literal["bubblewrap", "namespaces", "limits"] = setting(
-        "namespaces",
-        "Weakest isolation to accept: a run does not start on a machine that offers less.",
-        only_if=_IS_LOCAL,
-    )
+    url: str | None = setting(None)
+    """Remote sandbox (SandboxFusion) that runs the programs; null: a local sandbox."""
+    seconds: Positive = setting(10.0, unit="seconds")
+    """Time limit for one input of a program, or for all calls of a function."""
+    memory_mb: int = setting(1024, unit="MB", ge=64)
+    """Memory limit of a program and its children."""
+    processes: Count = setting(32, unit="processes", only_if=_IS_LOCAL)
+    """Maximum processes and threads of a program."""
+    output_mb: Count = setting(8, unit="MB")
+    """Maximum output of a program."""
+    require: Literal["bubblewrap", "namespaces", "limits"] = setting("namespaces", only_if=_IS_LOCAL)
+    """Weakest isolation to accept: a run does not start on a machine that offers less."""
 
 
 class CodeConfig(Section):
-    partial: bool = setting(False, "Score a program by the fraction of its tests that pass, instead of all or nothing.")
+    partial: bool = setting(False)
+    """Score a program by the fraction of its tests that pass, instead of all or nothing."""
 
 
 class OverlongBuffer(Section):
-    enable: bool = setting(False, "Penalize responses that come close to max_response_length.")
-    len: int = setting(0, "The penalty grows linearly over this many last tokens.", unit="tokens", ge=0)
-    penalty_factor: float = setting(1.0, "The penalty at max_response_length.", ge=0)
+    enable: bool = setting(False)
+    """Penalize responses that come close to max_response_length."""
+    len: int = setting(0, unit="tokens", ge=0)
+    """The penalty grows linearly over this many last tokens."""
+    penalty_factor: float = setting(1.0, ge=0)
+    """The penalty at max_response_length."""
 
 
 class PrimeConfig(Section):
-    enable: bool = setting(False, "Train an implicit process reward model (PRIME) and add its token rewards.")
-    model_path: str | None = setting(None, "Its initial and reference model; null: the actor's.")
-    lr: Positive = setting(1e-6, "Its learning rate (AdamW).")
-    beta: Positive = setting(0.05, "A token's reward is beta times its log-ratio to the initial model.")
-    coef: float = setting(5.0, "Weight of the process rewards, which are normalized over the batch.", ge=0)
-    outcome_coef: float = setting(5.0, "Weight of the response's score.", ge=0)
-    grad_clip: Positive = setting(10.0, "Maximum norm of its gradient.")
+    enable: bool = setting(False)
+    """Train an implicit process reward model (PRIME) and add its token rewards."""
+    model_path: str | None = setting(None)
+    """Its initial and reference model; null: the actor's."""
+    lr: Positive = setting(1e-6)
+    """Its learning rate (AdamW)."""
+    beta: Positive = setting(0.05)
+    """A token's reward is beta times its log-ratio to the initial model."""
+    coef: float = setting(5.0, ge=0)
+    """Weight of the process rewards, which are normalized over the batch."""
+    outcome_coef: float = setting(5.0, ge=0)
+    """Weight of the response's score."""
+    grad_clip: Positive = setting(10.0)
+    """Maximum norm of its gradient."""
 
 
 class RewardConfig(Section):
@@ -103,20 +108,18 @@ class RewardConfig(Section):
         "Your own reward function.",
         only_if=unless_given("reward.functions", ", and it lists all functions"),
     )
-    functions: list[dict[str, Any]] = setting(
-        [], "Several functions to add up, each {path, name, reward_kwargs, weight, clip: [low, high], label}."
-    )
-    num_workers: Count = setting(
-        1, "Scoring processes (prime).", unit="processes", only_if=needs(".reward_manager.name", "prime")
-    )
-    batch_size: Count = setting(
-        64, "Maximum responses per call.", unit="responses", only_if=needs(".reward_manager.name", "batch")
-    )
-    deadline_s: Positive = setting(60.0, "Time limit for scoring one response.", unit="seconds")
-    memory_mb: int | None = setting(None, "Memory limit of a scoring process; null: none.", unit="MB", ge=64)
-    max_failure_rate: float = setting(
-        0.1, "Maximum fraction of a step's responses that may fail to be scored; failed ones are dropped.", ge=0, lt=1
-    )
+    functions: list[dict[str, Any]] = setting([])
+    """Several functions to add up, each {path, name, reward_kwargs, weight, clip: [low, high], label}."""
+    num_workers: Count = setting(1, unit="processes", only_if=needs(".reward_manager.name", "prime"))
+    """Scoring processes (prime)."""
+    batch_size: Count = setting(64, unit="responses", only_if=needs(".reward_manager.name", "batch"))
+    """Maximum responses per call."""
+    deadline_s: Positive = setting(60.0, unit="seconds")
+    """Time limit for scoring one response."""
+    memory_mb: int | None = setting(None, unit="MB", ge=64)
+    """Memory limit of a scoring process; null: none."""
+    max_failure_rate: float = setting(0.1, ge=0, lt=1)
+    """Maximum fraction of a step's responses that may fail to be scored; failed ones are dropped."""
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "How the reward function is called.")
     reward_model: RewardModelConfig = section(
         RewardModelConfig, "A trained reward model.", only_if=needs("reward.reward_model.enable")

@@ -23,73 +23,65 @@ _HAS_TEMPERATURE = unless(".temperature", 0, reason="{section}.temperature=0 mea
 
 
 class ValidationSampling(Section):
-    temperature: float = setting(0.0, "Sampling temperature in validation; 0: greedy.", ge=0, only_if=_SAMPLES)
-    top_p: float = setting(1.0, "Nucleus sampling in validation.", gt=0, le=1, only_if=(_SAMPLES, _HAS_TEMPERATURE))
-    top_k: int = setting(
-        -1, "Sample from the k most likely tokens; -1: from all.", ge=-1, only_if=(_SAMPLES, _HAS_TEMPERATURE)
-    )
-    n: Count = setting(1, "Responses per validation prompt.", unit="responses")
-    do_sample: bool | None = setting(None, "false: greedy at any temperature; null: the temperature decides.")
+    temperature: float = setting(0.0, ge=0, only_if=_SAMPLES)
+    """Sampling temperature in validation; 0: greedy."""
+    top_p: float = setting(1.0, gt=0, le=1, only_if=(_SAMPLES, _HAS_TEMPERATURE))
+    """Nucleus sampling in validation."""
+    top_k: int = setting(-1, ge=-1, only_if=(_SAMPLES, _HAS_TEMPERATURE))
+    """Sample from the k most likely tokens; -1: from all."""
+    n: Count = setting(1, unit="responses")
+    """Responses per validation prompt."""
+    do_sample: bool | None = setting(None)
+    """false: greedy at any temperature; null: the temperature decides."""
 
 
 class MultiTurnConfig(Section):
-    enable: bool = setting(False, "Episodes of several turns: tools, environments, custom agents.")
-    max_turns: Count | None = setting(None, "Maximum turns of the model per episode; null: no limit.", unit="turns")
-    max_user_turns: Count | None = setting(
-        None, "Maximum turns of tools or the environment per episode; null: no limit.", unit="turns"
-    )
-    function_tool_path: str | None = setting(None, "Python file with @verl.tool functions.")
-    tool_config_path: str | None = setting(None, "YAML file of tool classes and MCP servers.")
-    tool_server: str | None = setting(None, "URL of a tool server: MCP (streamable HTTP) or plain JSON.")
-    environment: str | None = setting(
-        None, "Class that episodes are played against, package.module:class or file.py:class."
-    )
-    format: Literal["hermes", "qwen3_coder", "llama3_json", "gpt-oss", "glm", "deepseek", "kimi"] | None = setting(
-        None, "How the model writes tool calls; null: as its chat template says."
-    )
-    max_parallel_calls: Count = setting(1, "Maximum tool calls per turn.", unit="calls")
-    max_invalid_calls: int = setting(
-        3, "Tool calls per episode that cannot be read or run; with one more the episode ends.", unit="calls", ge=0
-    )
-    max_tool_response_length: Count = setting(256, "Longer results of tools are truncated.", unit="characters")
-    tool_response_truncate_side: Literal["left", "middle", "right"] = setting(
-        "middle", "Where results of tools are truncated."
-    )
-    use_inference_chat_template: bool = setting(
-        False,
-        "Render the whole conversation for every turn, each a branch of its own; false: append to what was generated.",
-    )
-    tokenization_sanity_check_mode: Literal["strict", "disable"] = setting(
-        "strict", "Whether chat templates that rewrite earlier turns are refused."
-    )
-    deadline_s: Positive = setting(3600.0, "An episode that takes longer ends as it is.", unit="seconds")
-    tool_deadline_s: Positive = setting(
-        60.0, "A call of a tool or the environment that takes longer has failed.", unit="seconds"
-    )
+    enable: bool = setting(False)
+    """Episodes of several turns: tools, environments, custom agents."""
+    max_turns: Count | None = setting(None, unit="turns")
+    """Maximum turns of the model per episode; null: no limit."""
+    max_user_turns: Count | None = setting(None, unit="turns")
+    """Maximum turns of tools or the environment per episode; null: no limit."""
+    function_tool_path: str | None = setting(None)
+    """Python file with @verl.tool functions."""
+    tool_config_path: str | None = setting(None)
+    """YAML file of tool classes and MCP servers."""
+    tool_server: str | None = setting(None)
+    """URL of a tool server: MCP (streamable HTTP) or plain JSON."""
+    environment: str | None = setting(None)
+    """Class that episodes are played against, package.module:class or file.py:class."""
+    format: Literal["hermes", "qwen3_coder", "llama3_json", "gpt-oss", "glm", "deepseek", "kimi"] | None = setting(None)
+    """How the model writes tool calls; null: as its chat template says."""
+    max_parallel_calls: Count = setting(1, unit="calls")
+    """Maximum tool calls per turn."""
+    max_invalid_calls: int = setting(3, unit="calls", ge=0)
+    """Tool calls per episode that cannot be read or run; with one more the episode ends."""
+    max_tool_response_length: Count = setting(256, unit="characters")
+    """Longer results of tools are truncated."""
+    tool_response_truncate_side: Literal["left", "middle", "right"] = setting("middle")
+    """Where results of tools are truncated."""
+    use_inference_chat_template: bool = setting(False)
+    """Render the whole conversation for every turn, each a branch of its own; false: append to what was generated."""
+    tokenization_sanity_check_mode: Literal["strict", "disable"] = setting("strict")
+    """Whether chat templates that rewrite earlier turns are refused."""
+    deadline_s: Positive = setting(3600.0, unit="seconds")
+    """An episode that takes longer ends as it is."""
+    tool_deadline_s: Positive = setting(60.0, unit="seconds")
+    """A call of a tool or the environment that takes longer has failed."""
 
 
 class AgentConfig(Section):
-    default_agent_loop: str = setting(
-        "tool_agent", "tool_agent, single_turn, or package.module:function; a row's column agent_name comes first."
-    )
+    default_agent_loop: str = setting("tool_agent")
+    """tool_agent, single_turn, or package.module:function; a row's column agent_name comes first."""
 
 
 class GatewayConfig(Section):
-    enable: bool = setting(
-        True, "Serve the model as an OpenAI-compatible endpoint to agents that take a base_url; others need none."
-    )
-    host: str = setting(
-        "127.0.0.1",
-        "Address to listen on; 0.0.0.0: all addresses, so that agents on other machines can connect.",
-        only_if=needs(".enable"),
-    )
-    port: int = setting(
-        0,
-        "Port to listen on; each worker of a machine takes the next free one; 0: any free port.",
-        ge=0,
-        le=65535,
-        only_if=needs(".enable"),
-    )
+    enable: bool = setting(True)
+    """Serve the model as an OpenAI-compatible endpoint to agents that take a base_url; others need none."""
+    host: str = setting("127.0.0.1", only_if=needs(".enable"))
+    """Address to listen on; 0.0.0.0: all addresses, so that agents on other machines can connect."""
+    port: int = setting(0, ge=0, le=65535, only_if=needs(".enable"))
+    """Port to listen on; each worker of a machine takes the next free one; 0: any free port."""
 
 
 class RolloutEngineName(RegisteredName):
@@ -99,118 +91,76 @@ class RolloutEngineName(RegisteredName):
 
 
 class EngineArguments(Section):
-    vllm: dict[str, Any] = setting(
-        {}, "Further engine arguments of vLLM; those that have a setting here are rejected.", only_if=_HAS_SUPPORT
-    )
-    sglang: dict[str, Any] = setting({}, "Server arguments of SGLang.", only_if=_IS_SGLANG)
-    external: dict[str, Any] = setting(
-        {}, "Arguments of an engine that model.external_lib registers.", only_if=_HAS_SUPPORT
-    )
+    vllm: dict[str, Any] = setting({}, only_if=_HAS_SUPPORT)
+    """Further engine arguments of vLLM; those that have a setting here are rejected."""
+    sglang: dict[str, Any] = setting({}, only_if=_IS_SGLANG)
+    """Server arguments of SGLang."""
+    external: dict[str, Any] = setting({}, only_if=_HAS_SUPPORT)
+    """Arguments of an engine that model.external_lib registers."""
 
 
 class RolloutConfig(Section):
-    name: RolloutEngineName = setting(
-        DEFAULT_ENGINE, "Rollout engine; hf: transformers, for debugging.", planned=PLANNED_ENGINES
-    )
-    python: str | None = setting(
-        None, "Python interpreter of another environment with verl in which the engines run; null: this one."
-    )
-    n: Count = setting(1, "Responses per prompt; GRPO needs a group of 8 or more.", unit="responses")
-    temperature: float = setting(1.0, "Sampling temperature.", ge=0)
-    top_p: float = setting(1.0, "Nucleus sampling.", gt=0, le=1)
-    top_k: int = setting(-1, "Sample from the k most likely tokens; -1: from all.", ge=-1)
+    name: RolloutEngineName = setting(DEFAULT_ENGINE, planned=PLANNED_ENGINES)
+    """Rollout engine; hf: transformers, for debugging."""
+    python: str | None = setting(None)
+    """Python interpreter of another environment with verl in which the engines run; null: this one."""
+    n: Count = setting(1, unit="responses")
+    """Responses per prompt; GRPO needs a group of 8 or more."""
+    temperature: float = setting(1.0, ge=0)
+    """Sampling temperature."""
+    top_p: float = setting(1.0, gt=0, le=1)
+    """Nucleus sampling."""
+    top_k: int = setting(-1, ge=-1)
+    """Sample from the k most likely tokens; -1: from all."""
     val_kwargs: ValidationSampling = section(ValidationSampling, "Sampling in validation.")
-    num_engines: Count | None = setting(
-        None, "Rollout engines; null: all devices / devices per engine.", unit="engines"
-    )
-    nnodes: Count | None = setting(
-        None, "Nodes of the engines' own devices; null: one.", unit="nodes", only_if=_HAS_OWN_DEVICES
-    )
-    n_gpus_per_node: Count | None = setting(
-        None, "The engines' own devices on each of their nodes.", unit="devices", only_if=_HAS_OWN_DEVICES
-    )
-    tensor_model_parallel_size: Count = setting(
-        1, "Devices per engine that divide each layer, on one node.", unit="devices", only_if=_HAS_SUPPORT
-    )
-    pipeline_model_parallel_size: Count = setting(
-        1, "Stages of layers per engine, on one node; multiplies its devices.", unit="stages", only_if=_HAS_SUPPORT
-    )
-    data_parallel_size: Count = setting(
-        1,
-        "Copies of the attention per engine of an MoE; multiplies its devices.",
-        unit="copies",
-        only_if=_HAS_SUPPORT,
-    )
-    expert_parallel_size: Count = setting(
-        1,
-        "Devices per engine that divide the experts; 1, or tensor x data parallel size.",
-        unit="devices",
-        only_if=_HAS_SUPPORT,
-    )
-    gpu_memory_utilization: float = setting(
-        0.5, "Fraction of an accelerator's memory that an engine uses.", gt=0, le=1, only_if=(_HAS_SUPPORT, _HAS_GPU)
-    )
-    free_cache_engine: bool | None = setting(
-        None,
-        "Engines free their memory while the model trains on the same devices; null: yes, on accelerators.",
-    )
-    cpu_cache_gib: Count = setting(
-        1, "Memory of an engine's key-value cache on CPU.", unit="GiB", only_if=(_HAS_SUPPORT, _HAS_NO_GPU)
-    )
-    max_num_seqs: Count | None = setting(
-        None,
-        "Maximum sequences that an engine generates at once; null: 256 on CPU, else chosen by vLLM.",
-        unit="sequences",
-        only_if=_HAS_SUPPORT,
-    )
-    max_num_batched_tokens: Count | None = setting(
-        None,
-        "Maximum tokens per engine pass; null: chosen by vLLM, on accelerators for throughput.",
-        unit="tokens",
-        only_if=_HAS_SUPPORT,
-    )
-    max_model_len: int | None = setting(
-        None,
-        "Maximum sequence length; null: data.max_prompt_length + data.max_response_length.",
-        unit="tokens",
-        ge=2,
-        only_if=_HAS_SUPPORT,
-    )
-    enforce_eager: bool | None = setting(
-        None, "Disable CUDA graphs: faster startup, slower generation; null: only on CPU.", only_if=_HAS_SUPPORT
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = setting(
-        "auto", "Type of the computation; auto: same as the actor; fp8: bfloat16 with quantization=fp8."
-    )
-    quantization: Literal["fp8", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor"] | None = setting(
-        None, "How vLLM quantizes the weights that it is sent, on accelerators; fp8: per block; null: not at all."
-    )
-    load_format: Literal["dummy", "auto", "safetensors"] = setting(
-        "dummy",
-        "What an engine loads at startup; dummy: nothing, if the first weight sync brings all weights.",
-        only_if=_HAS_SUPPORT,
-    )
-    weight_transport: Literal["auto", "host", "nccl", "ipc"] = setting(
-        "auto", "How weights reach the engines; auto: host memory. nccl and ipc are not yet tested on GPUs."
-    )
-    update_weights_bucket_megabytes: Count = setting(
-        512, "Size of the buckets in which weights are sent; three may exist at a time.", unit="MiB"
-    )
-    lora_transport: Literal["auto", "adapter", "merged"] = setting(
-        "auto", "Send engines the adapter only, or merged weights; auto: only it if possible.", only_if=_HAS_ADAPTER
-    )
-    probe_tolerance: Positive | None = setting(
-        None, "Maximum mean log-prob difference to the trainer after a weight sync; null: by dtype.", unit="nats"
-    )
-    calculate_log_probs: bool = setting(
-        True, "Compare log-probs of engine and trainer; always on.", only_if=_ALWAYS_COMPARES
-    )
-    log_prob_micro_batch_size_per_gpu: Count | None = setting(
-        None, "Samples per rank and pass; null: same as the actor.", unit="samples", only_if=BY_SAMPLES
-    )
-    log_prob_max_token_len_per_gpu: Count | None = setting(
-        None, "Tokens per rank and pass; null: same as the actor.", unit="tokens", only_if=BY_TOKENS
-    )
+    num_engines: Count | None = setting(None, unit="engines")
+    """Rollout engines; null: all devices / devices per engine."""
+    nnodes: Count | None = setting(None, unit="nodes", only_if=_HAS_OWN_DEVICES)
+    """Nodes of the engines' own devices; null: one."""
+    n_gpus_per_node: Count | None = setting(None, unit="devices", only_if=_HAS_OWN_DEVICES)
+    """The engines' own devices on each of their nodes."""
+    tensor_model_parallel_size: Count = setting(1, unit="devices", only_if=_HAS_SUPPORT)
+    """Devices per engine that divide each layer, on one node."""
+    pipeline_model_parallel_size: Count = setting(1, unit="stages", only_if=_HAS_SUPPORT)
+    """Stages of layers per engine, on one node; multiplies its devices."""
+    data_parallel_size: Count = setting(1, unit="copies", only_if=_HAS_SUPPORT)
+    """Copies of the attention per engine of an MoE; multiplies its devices."""
+    expert_parallel_size: Count = setting(1, unit="devices", only_if=_HAS_SUPPORT)
+    """Devices per engine that divide the experts; 1, or tensor x data parallel size."""
+    gpu_memory_utilization: float = setting(0.5, gt=0, le=1, only_if=(_HAS_SUPPORT, _HAS_GPU))
+    """Fraction of an accelerator's memory that an engine uses."""
+    free_cache_engine: bool | None = setting(None)
+    """Engines free their memory while the model trains on the same devices; null: yes, on accelerators."""
+    cpu_cache_gib: Count = setting(1, unit="GiB", only_if=(_HAS_SUPPORT, _HAS_NO_GPU))
+    """Memory of an engine's key-value cache on CPU."""
+    max_num_seqs: Count | None = setting(None, unit="sequences", only_if=_HAS_SUPPORT)
+    """Maximum sequences that an engine generates at once; null: 256 on CPU, else chosen by vLLM."""
+    max_num_batched_tokens: Count | None = setting(None, unit="tokens", only_if=_HAS_SUPPORT)
+    """Maximum tokens per engine pass; null: chosen by vLLM, on accelerators for throughput."""
+    max_model_len: int | None = setting(None, unit="tokens", ge=2, only_if=_HAS_SUPPORT)
+    """Maximum sequence length; null: data.max_prompt_length + data.max_response_length."""
+    enforce_eager: bool | None = setting(None, only_if=_HAS_SUPPORT)
+    """Disable CUDA graphs: faster startup, slower generation; null: only on CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = setting("auto")
+    """Type of the computation; auto: same as the actor; fp8: bfloat16 with quantization=fp8."""
+    quantization: Literal["fp8", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor"] | None = setting(None)
+    """How vLLM quantizes the weights that it is sent, on accelerators; fp8: per block; null: not at all."""
+    load_format: Literal["dummy", "auto", "safetensors"] = setting("dummy", only_if=_HAS_SUPPORT)
+    """What an engine loads at startup; dummy: nothing, if the first weight sync brings all weights."""
+    weight_transport: Literal["auto", "host", "nccl", "ipc"] = setting("auto")
+    """How weights reach the engines; auto: host memory. nccl and ipc are not yet tested on GPUs."""
+    update_weights_bucket_megabytes: Count = setting(512, unit="MiB")
+    """Size of the buckets in which weights are sent; three may exist at a time."""
+    lora_transport: Literal["auto", "adapter", "merged"] = setting("auto", only_if=_HAS_ADAPTER)
+    """Send engines the adapter only, or merged weights; auto: only it if possible."""
+    probe_tolerance: Positive | None = setting(None, unit="nats")
+    """Maximum mean log-prob difference to the trainer after a weight sync; null: by dtype."""
+    calculate_log_probs: bool = setting(True, only_if=_ALWAYS_COMPARES)
+    """Compare log-probs of engine and trainer; always on."""
+    log_prob_micro_batch_size_per_gpu: Count | None = setting(None, unit="samples", only_if=BY_SAMPLES)
+    """Samples per rank and pass; null: same as the actor."""
+    log_prob_max_token_len_per_gpu: Count | None = setting(None, unit="tokens", only_if=BY_TOKENS)
+    """Tokens per rank and pass; null: same as the actor."""
     engine_kwargs: EngineArguments = section(EngineArguments, "Arguments for the engine itself.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Multi-turn episodes and tools.", only_if=_HAS_TURNS)
     agent: AgentConfig = section(AgentConfig, "What happens in a multi-turn episode.", only_if=_HAS_TURNS)

@@ -15,9 +15,8 @@ from verl.config.schema.trainer import RayConfig, TrainerConfig
 
 
 class ActorRolloutRefConfig(Section):
-    hybrid_engine: bool = setting(
-        True, "Rollout engines use the devices of the train workers; false: devices of their own, in addition."
-    )
+    hybrid_engine: bool = setting(True)
+    """Rollout engines use the devices of the train workers; false: devices of their own, in addition."""
     model: ModelConfig = section(ModelConfig, "The model that is trained.")
     actor: ActorConfig = section(ActorConfig, "Training of the policy.")
     rollout: RolloutConfig = section(RolloutConfig, "Generation.")

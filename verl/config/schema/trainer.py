@@ -18,119 +18,106 @@ _SAVES = unless(".save_freq", -1, reason="{section}.save_freq=-1 saves no checkp
 
 
 class PrometheusConfig(Section):
-    enable: bool = setting(False, "Serve metrics to Prometheus.")
-    port: int = setting(9090, "Port of the metrics server.", ge=1, le=65535)
+    enable: bool = setting(False)
+    """Serve metrics to Prometheus."""
+    port: int = setting(9090, ge=1, le=65535)
+    """Port of the metrics server."""
 
 
 class DeadlinesConfig(Section):
-    devices: Positive = setting(300.0, "Time limit for reserving the cluster's devices.", unit="seconds")
-    start: Positive = setting(1800.0, "Time limit for a process to start and load its model.", unit="seconds")
-    generation: Positive = setting(1800.0, "Maximum time between finished responses of a busy engine.", unit="seconds")
-    train: Positive = setting(
-        3600.0, "Time limit for a train worker's log-probs and advantages, or its update.", unit="seconds"
-    )
-    weights: Positive = setting(
-        900.0, "Time limit for gathering weights, loading them into an engine, or probing it.", unit="seconds"
-    )
-    checkpoint: Positive = setting(
-        3600.0, "Time limit for a train worker to save or load a checkpoint.", unit="seconds"
-    )
-    reply: Positive = setting(60.0, "Time limit for a short reply from an idle process.", unit="seconds")
-    close: Positive = setting(30.0, "Time limit for a process to exit before it is killed.", unit="seconds")
+    devices: Positive = setting(300.0, unit="seconds")
+    """Time limit for reserving the cluster's devices."""
+    start: Positive = setting(1800.0, unit="seconds")
+    """Time limit for a process to start and load its model."""
+    generation: Positive = setting(1800.0, unit="seconds")
+    """Maximum time between finished responses of a busy engine."""
+    train: Positive = setting(3600.0, unit="seconds")
+    """Time limit for a train worker's log-probs and advantages, or its update."""
+    weights: Positive = setting(900.0, unit="seconds")
+    """Time limit for gathering weights, loading them into an engine, or probing it."""
+    checkpoint: Positive = setting(3600.0, unit="seconds")
+    """Time limit for a train worker to save or load a checkpoint."""
+    reply: Positive = setting(60.0, unit="seconds")
+    """Time limit for a short reply from an idle process."""
+    close: Positive = setting(30.0, unit="seconds")
+    """Time limit for a process to exit before it is killed."""
 
 
 class FaultsConfig(Section):
-    max_restarts: int = setting(
-        3, "Maximum consecutive restarts from a checkpoint after a lost worker or machine.", unit="restarts", ge=0
-    )
-    max_engine_restarts: Count = setting(
-        5, "Maximum consecutive restarts of a failed engine; then the run continues without it.", unit="restarts"
-    )
-    max_skipped_steps: Count = setting(
-        20,
-        "Maximum consecutive optimizer steps without a finite gradient, which are skipped; then the run stops.",
-        unit="steps",
-    )
-    on_lost_node: Literal["wait", "shrink"] = setting(
-        "wait", "After losing a machine: wait until the cluster has as many devices again, or shrink to the rest."
-    )
-    node_wait: float = setting(1800.0, "Maximum wait for a lost machine to be replaced.", unit="seconds", ge=0)
+    max_restarts: int = setting(3, unit="restarts", ge=0)
+    """Maximum consecutive restarts from a checkpoint after a lost worker or machine."""
+    max_engine_restarts: Count = setting(5, unit="restarts")
+    """Maximum consecutive restarts of a failed engine; then the run continues without it."""
+    max_skipped_steps: Count = setting(20, unit="steps")
+    """Maximum consecutive optimizer steps without a finite gradient, which are skipped; then the run stops."""
+    on_lost_node: Literal["wait", "shrink"] = setting("wait")
+    """After losing a machine: wait until the cluster has as many devices again, or shrink to the rest."""
+    node_wait: float = setting(1800.0, unit="seconds", ge=0)
+    """Maximum wait for a lost machine to be replaced."""
 
 
 class ProfileConfig(Section):
-    enable: bool = setting(True, "Profile the steps below; false: none.")
-    steps: Annotated[list[Count], OneOrMany] | None = setting(
-        None, "Steps of the train workers to profile, counted from 1; null: none.", only_if=needs(".enable")
-    )
-    tools: Annotated[list[ProfileTool], OneOrMany] = setting(
-        ["torch"],
-        "torch: traces with the phases of a step; memory: snapshots of GPU memory; nsys: Nsight Systems, on GPUs.",
-    )
-    ranks: Annotated[list[Annotated[int, Field(ge=0)]], OneOrMany] = setting(
-        [0], "Train ranks to profile.", only_if=unless(".all_ranks", True)
-    )
-    all_ranks: bool = setting(False, "Profile all train ranks.")
-    directory: str | None = setting(
-        None, "Where profiles are written; null: the folder profiles of the checkpoint directory."
-    )
+    enable: bool = setting(True)
+    """Profile the steps below; false: none."""
+    steps: Annotated[list[Count], OneOrMany] | None = setting(None, only_if=needs(".enable"))
+    """Steps of the train workers to profile, counted from 1; null: none."""
+    tools: Annotated[list[ProfileTool], OneOrMany] = setting(["torch"])
+    """torch: traces with the phases of a step; memory: snapshots of GPU memory; nsys: Nsight Systems, on GPUs."""
+    ranks: Annotated[list[Annotated[int, Field(ge=0)]], OneOrMany] = setting([0], only_if=unless(".all_ranks", True))
+    """Train ranks to profile."""
+    all_ranks: bool = setting(False)
+    """Profile all train ranks."""
+    directory: str | None = setting(None)
+    """Where profiles are written; null: the folder profiles of the checkpoint directory."""
 
 
 class RunConfig(Section):
     """The settings of every run."""
 
-    nnodes: Count = setting(1, "Machines.", unit="machines")
-    n_gpus_per_node: Count = setting(
-        8, "Accelerators per machine; on a machine without any: train ranks (processes).", unit="devices"
-    )
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Device to train on; auto: cuda if available.")
-    total_epochs: Count = setting(
-        1, "Passes over the training data.", unit="epochs", only_if=unless_given(".total_training_steps")
-    )
-    total_training_steps: Count | None = setting(
-        None, "Steps of the run; null: determined by total_epochs.", unit="steps"
-    )
-    save_freq: Interval | None = setting(
-        -1, "Steps between checkpoints, and one after the last step; null: only the last; -1: none.", unit="steps"
-    )
-    test_freq: Interval = setting(-1, "Steps between validations; -1: none.", unit="steps")
-    val_before_train: bool = setting(
-        True, "Validate before the first step, if val_files is given.", only_if=needs_given("data.val_files")
-    )
-    save_hf: bool = setting(
-        False,
-        "Also save the model for from_pretrained in every checkpoint (actor/huggingface), as verl merge does.",
-        only_if=_SAVES,
-    )
-    max_ckpts_to_keep: Count | None = setting(
-        None, "Number of newest checkpoints to keep; null: all.", unit="checkpoints", only_if=_SAVES
-    )
-    max_hours: Positive | None = setting(
-        None, "Save and stop within this time; null: before the end of the Slurm job, if any.", unit="hours"
-    )
-    stop_margin: float = setting(
-        60.0, "Safety margin for that, in addition to the longest step and save so far.", unit="seconds", ge=0
-    )
-    default_local_dir: str | None = setting(
-        None, "Checkpoint directory; null: checkpoints/<project_name>/<experiment_name>."
-    )
-    resume_mode: Literal["auto", "disable", "path"] = setting(
-        "auto", "auto: resume from the newest checkpoint; disable: start over; path: from resume_from_path."
-    )
-    resume_from_path: str | None = setting(
-        None, "A checkpoint: .../global_step_<N>.", only_if=needs(".resume_mode", "path")
-    )
-    logger: Sinks = setting(["console"], "Metric loggers; metrics.jsonl is always written.")
-    project_name: str = setting("verl", "Project name, for trackers and the checkpoint directory.")
-    experiment_name: str = setting("default", "Run name, for trackers and the checkpoint directory.")
+    nnodes: Count = setting(1, unit="machines")
+    """Machines."""
+    n_gpus_per_node: Count = setting(8, unit="devices")
+    """Accelerators per machine; on a machine without any: train ranks (processes)."""
+    device: Literal["auto", "cpu", "cuda"] = setting("auto")
+    """Device to train on; auto: cuda if available."""
+    total_epochs: Count = setting(1, unit="epochs", only_if=unless_given(".total_training_steps"))
+    """Passes over the training data."""
+    total_training_steps: Count | None = setting(None, unit="steps")
+    """Steps of the run; null: determined by total_epochs."""
+    save_freq: Interval | None = setting(-1, unit="steps")
+    """Steps between checkpoints, and one after the last step; null: only the last; -1: none."""
+    test_freq: Interval = setting(-1, unit="steps")
+    """Steps between validations; -1: none."""
+    val_before_train: bool = setting(True, only_if=needs_given("data.val_files"))
+    """Validate before the first step, if val_files is given."""
+    save_hf: bool = setting(False, only_if=_SAVES)
+    """Also save the model for from_pretrained in every checkpoint (actor/huggingface), as verl merge does."""
+    max_ckpts_to_keep: Count | None = setting(None, unit="checkpoints", only_if=_SAVES)
+    """Number of newest checkpoints to keep; null: all."""
+    max_hours: Positive | None = setting(None, unit="hours")
+    """Save and stop within this time; null: before the end of the Slurm job, if any."""
+    stop_margin: float = setting(60.0, unit="seconds", ge=0)
+    """Safety margin for that, in addition to the longest step and save so far."""
+    default_local_dir: str | None = setting(None)
+    """Checkpoint directory; null: checkpoints/<project_name>/<experiment_name>."""
+    resume_mode: Literal["auto", "disable", "path"] = setting("auto")
+    """auto: resume from the newest checkpoint; disable: start over; path: from resume_from_path."""
+    resume_from_path: str | None = setting(None, only_if=needs(".resume_mode", "path"))
+    """A checkpoint: .../global_step_<N>."""
+    logger: Sinks = setting(["console"])
+    """Metric loggers; metrics.jsonl is always written."""
+    project_name: str = setting("verl")
+    """Project name, for trackers and the checkpoint directory."""
+    experiment_name: str = setting("default")
+    """Run name, for trackers and the checkpoint directory."""
     wandb_proxy: str | None = setting(
-        None,
-        "Proxy for wandb.",
-        only_if=OnlyIf((".logger",), lambda sinks: "wandb" in sinks, "trainer.logger does not include wandb"),
+        None, only_if=OnlyIf((".logger",), lambda sinks: "wandb" in sinks, "trainer.logger does not include wandb")
     )
-    seed: int = setting(1, "Random seed of the run.", ge=0)
-    local: bool = setting(
-        False, "Run in this process, without Ray, for debugging with breakpoints; one train rank and one engine."
-    )
+    """Proxy for wandb."""
+    seed: int = setting(1, ge=0)
+    """Random seed of the run."""
+    local: bool = setting(False)
+    """Run in this process, without Ray, for debugging with breakpoints; one train rank and one engine."""
     faults: FaultsConfig = section(FaultsConfig, "Recovery from lost processes and machines.")
     deadlines: DeadlinesConfig = section(
         DeadlinesConfig, "Time limits for calls between processes; a call that exceeds its limit is reported and fails."
@@ -152,25 +139,16 @@ class RunConfig(Section):
 
 
 class TrainerConfig(RunConfig):
-    critic_warmup: int = setting(
-        0, "First steps, in which only the critic is trained.", unit="steps", ge=0, only_if=(HAS_ADVANTAGES, HAS_CRITIC)
-    )
-    ref_update_freq: Interval = setting(
-        -1, "Steps between updates of the reference to the current policy (SPIN); -1: none.", unit="steps"
-    )
-    ref_update_ratio: float = setting(
-        1.0,
-        "How far such an update moves the reference to the policy: 1: all the way; less: a moving average (EMA).",
-        gt=0,
-        le=1,
-        only_if=unless(".ref_update_freq", -1),
-    )
-    max_staleness: int = setting(
-        0, "Maximum weight versions that a response may lag; 0: synchronous.", unit="versions", ge=0, planned=True
-    )
-    deterministic: bool = setting(
-        False, "Bitwise reproducible: seeded responses, fixed batches; on GPUs deterministic kernels of torch and vLLM."
-    )
+    critic_warmup: int = setting(0, unit="steps", ge=0, only_if=(HAS_ADVANTAGES, HAS_CRITIC))
+    """First steps, in which only the critic is trained."""
+    ref_update_freq: Interval = setting(-1, unit="steps")
+    """Steps between updates of the reference to the current policy (SPIN); -1: none."""
+    ref_update_ratio: float = setting(1.0, gt=0, le=1, only_if=unless(".ref_update_freq", -1))
+    """How far such an update moves the reference to the policy: 1: all the way; less: a moving average (EMA)."""
+    max_staleness: int = setting(0, unit="versions", ge=0, planned=True)
+    """Maximum weight versions that a response may lag; 0: synchronous."""
+    deterministic: bool = setting(False)
+    """Bitwise reproducible: seeded responses, fixed batches; on GPUs deterministic kernels of torch and vLLM."""
 
 
 class RayInit(Section):
@@ -178,12 +156,10 @@ class RayInit(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    num_cpus: Count | None = setting(
-        None, "CPUs that Ray may use; set it where Slurm restricts them. null: all.", unit="cores"
-    )
-    address: str | None = setting(
-        None, "Cluster to join; local: a new one; null: RAY_ADDRESS, else a cluster on this machine, else a new one."
-    )
+    num_cpus: Count | None = setting(None, unit="cores")
+    """CPUs that Ray may use; set it where Slurm restricts them. null: all."""
+    address: str | None = setting(None)
+    """Cluster to join; local: a new one; null: RAY_ADDRESS, else a cluster on this machine, else a new one."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the given arguments, for `ray.init(**arguments)`."""
@@ -192,4 +168,5 @@ class RayInit(Section):
 
 class RayConfig(Section):
     ray_init: RayInit = section(RayInit, "Arguments of ray.init.")
-    timeline_json_file: str | None = setting(None, "File for Ray's timeline, written at the end, for Perfetto.")
+    timeline_json_file: str | None = setting(None)
+    """File for Ray's timeline, written at the end, for Perfetto."""
