@@ -47,8 +47,8 @@ gpu-smoke: ## on 1, 2 and 8 GPUs: start, sync, probe, train, save, resume; never
 	$(PYTHON) tests/gpu/smoke.py $(ARGS)
 
 docs: ## regenerate the settings reference, and the table of the files of a step
-	$(PYTHON) -m verl.config.reference > docs/settings.md
-	$(PYTHON) -m verl.config.reference --sft > docs/settings_sft.md
+	PYTHONPATH=. $(PYTHON) tests/settings_pages.py > docs/settings.md
+	PYTHONPATH=. $(PYTHON) tests/settings_pages.py --sft > docs/settings_sft.md
 	PYTHONPATH=. $(PYTHON) tests/step_files.py --write
 
 site: ## build the documentation site into site/

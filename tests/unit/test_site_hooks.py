@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from settings_pages import render_reference
 
 from verl.config.load import SFT, TRAIN
-from verl.config.reference import render_reference
 from verl.config.schema import Config, SftConfig, collect_settings
 
 pytestmark = pytest.mark.unit

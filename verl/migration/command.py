@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from verl.config.checks.ignored import find_unmet_condition
 from verl.config.command_line import parse_overrides
-from verl.config.legacy.answers import find_answer
 from verl.config.legacy.legacy_keys import OtherDefault
 from verl.config.load import GENERATE, SFT, AnyRunType, load, load_for_generation, load_sft
-from verl.config.paths import format_value, iter_leaves, join_path
+from verl.config.paths import find_setting, format_value, iter_leaves, join_path
 from verl.errors import ConfigError
 from verl.migration.capture import restore_variables
 from verl.migration.launches import LaunchCommand
@@ -112,18 +111,17 @@ def _place(path: tuple[str, ...], value: Any, text: str, result: Migration) -> N
     run_type, key, hints = result.run_type, join_path(path), list[str]()
     target, meant = run_type.legacy.canonicalize(path, value, hints)
     rule = run_type.legacy.find_rule(target)
-    answer = find_answer(key, run_type)
     if run_type.legacy.is_default_choice(target, meant):
         result.changes.append(Change(key, "dropped", "there are no config groups"))
     elif text == "null" and run_type.legacy.unsets(target, meant):
         result.changes.append(Change(key, "dropped", "null means that it is not set"))
     elif problem := run_type.legacy.find_refused_value(target, meant):
         result.problems.append(problem)
-    elif answer.kind in ("setting", "renamed", "forwarded"):
+    elif find_setting(target, run_type.root) is not None:
         result.settings[join_path(target)] = text if meant == value else _write(meant)
         if target != path or meant != value:
             outcome = f"{join_path(target)}={result.settings[join_path(target)]}"
-            reason = "passed on to vLLM" if answer.kind == "forwarded" else "another name"
+            reason = "passed on to vLLM" if ".engine_kwargs.vllm." in join_path(target) else "another name"
             result.changes.append(Change(key, outcome, reason if target != path else "another name of the value"))
     elif rule is None:
         result.settings[key] = text  # the check below says what is wrong with it

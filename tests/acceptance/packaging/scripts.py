@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 
 from _bash_reference import read_header, record
 from _common import ROOT, finish
+from key_answers import Answer, find_answer
 
 from verl.config.command_line import parse_overrides
-from verl.config.legacy.answers import Answer, find_answer
 from verl.config.load import GENERATE, SFT, TRAIN, AnyRunType, load, load_for_generation, load_sft
 from verl.config.paths import find_setting, format_value, get_path, join_path
 from verl.errors import ConfigError, VerlError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from key_answers import find_answer
 
-from verl.config.legacy.answers import find_answer
 from verl.config.load import SFT, TRAIN, RunType, load, load_dict, load_sft
 from verl.config.paths import find_setting, format_value, get_value
 from verl.config.render import describe

@@ -6,11 +6,11 @@ import pickle
 
 import pytest
 from pydantic import ValidationError
+from settings_pages import render_reference
 
 from verl.config import train_engines
 from verl.config.load import RUN_TYPES, SFT, TRAIN, load
 from verl.config.paths import find_setting, get_path
-from verl.config.reference import render_reference
 from verl.config.schema import Config, SftConfig, collect_settings
 from verl.errors import ConfigError
 

@@ -46,7 +46,7 @@ def test_a_memory_tracker_sees_storages_that_are_emptied_and_refilled() -> None:
         assert (tracker.live, tracker.peak) == (8000, 8000)
 
 
-def test_under_a_fake_ledger_floats_have_no_memory_and_integers_are_real() -> None:
+def test_under_a_fake_tracker_floats_have_no_memory_and_integers_are_real() -> None:
     tracker = FakeMemoryTracker(FakeTensorMode(allow_non_fake_inputs=True))
     with tracker.counting():
         huge, mask = torch.empty(1 << 40), torch.arange(5) > 2
@@ -88,7 +88,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 def test_shards_of_experts_that_are_fewer_than_the_ranks_are_estimated_with_their_padding() -> None:
     config = MODELS["Qwen3-30B-A3B"] | {"num_hidden_layers": 4}
-    settings = FsdpSettings("mixture", compute_dtype="bfloat16", gradient_checkpointing=True, device="cuda")
+    settings = FsdpSettings("moe", compute_dtype="bfloat16", gradient_checkpointing=True, device="cuda")
     measured = measure(config, settings, 256, [512] * 2, prompt=256)
     size = PassSize(2 * 512, 2 * 256)
     memory = ModelMemory(ModelShape.from_config(config), settings, 256, size, size, 1)
