@@ -94,20 +94,23 @@ def load(argv: Sequence[str], *, complete: bool = True) -> list[LoadedConfig[Con
         argv: Overrides and options.
         complete: Whether required settings and packages must be present, as for a run.
     """
-    return _load(TRAIN, argv, complete)
+    return load_run(TRAIN, argv, complete=complete)
 
 
 def load_sft(argv: Sequence[str], *, complete: bool = True) -> list[LoadedConfig[SftConfig]]:
     """Load the settings of `verl sft` from a command line."""
-    return _load(SFT, argv, complete)
+    return load_run(SFT, argv, complete=complete)
 
 
 def load_for_generation(argv: Sequence[str]) -> LoadedConfig[Config]:
     """Load the training settings for commands that only generate or score responses: `verl generate`, `verl eval`."""
-    return _load(GENERATE, argv, complete=False)[0]
+    return load_run(GENERATE, argv, complete=False)[0]
 
 
-def _load(run_type: RunType[C], argv: Sequence[str], complete: bool, tree: Tree | None = None) -> list[LoadedConfig[C]]:
+def load_run(
+    run_type: RunType[C], argv: Sequence[str], *, complete: bool = True, tree: Tree | None = None
+) -> list[LoadedConfig[C]]:
+    """Load the settings of a type of run from a command line, on top of the settings in `tree`."""
     problems: list[str] = []
     options = parse_options(argv, problems)
     overrides = parse_overrides(options.overrides, problems)
@@ -126,7 +129,7 @@ def load_dict(
     settings: Mapping[str, Any], overrides: Sequence[str] = (), *, complete: bool = True
 ) -> LoadedConfig[Config]:
     """Load settings from nested dicts and apply overrides."""
-    return _load(TRAIN, overrides, complete, copy.deepcopy(dict(settings)))[0]
+    return load_run(TRAIN, overrides, complete=complete, tree=copy.deepcopy(dict(settings)))[0]
 
 
 def _build(

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from verl.config.checks.ignored import find_unmet_condition
 from verl.config.command_line import parse_overrides
 from verl.config.legacy.legacy_keys import OtherDefault
-from verl.config.load import GENERATE, SFT, AnyRunType, load, load_for_generation, load_sft
-from verl.config.paths import find_setting, format_value, iter_leaves, join_path
+from verl.config.load import GENERATE, AnyRunType, RunType, load_run
+from verl.config.paths import find_setting, iter_leaves, join_path
 from verl.errors import ConfigError
 from verl.migration.capture import restore_variables
-from verl.migration.launches import LaunchCommand
+from verl.migration.launches import LaunchCommand, write_value
 from verl.redaction import redact
 
 
@@ -102,7 +102,7 @@ def _migrate_override(text: str, result: Migration) -> None:
         value = override.value()
         leaves = iter_leaves(value, path) if isinstance(value, dict) and value else [(path, value)]
         for spelled, leaf in leaves:
-            _place(spelled, leaf, _write(leaf), result)
+            _place(spelled, leaf, write_value(leaf), result)
     result.problems += problems
 
 
@@ -118,7 +118,7 @@ def _place(path: tuple[str, ...], value: Any, text: str, result: Migration) -> N
     elif problem := run_type.legacy.find_refused_value(target, meant):
         result.problems.append(problem)
     elif find_setting(target, run_type.root) is not None:
-        result.settings[join_path(target)] = text if meant == value else _write(meant)
+        result.settings[join_path(target)] = text if meant == value else write_value(meant)
         if target != path or meant != value:
             outcome = f"{join_path(target)}={result.settings[join_path(target)]}"
             reason = "passed on to vLLM" if ".engine_kwargs.vllm." in join_path(target) else "another name"
@@ -149,22 +149,11 @@ def _load(result: Migration) -> tuple[Any, list[str]]:
         for key, text in result.settings.items()
         if not result.find_unknown(text) and not key.endswith("model.external_lib")
     ]
+    run_type: RunType[Any] = result.run_type
     try:
-        if result.run_type is GENERATE:
-            return load_for_generation(arguments).config, []
-        read: Any = load_sft if result.run_type is SFT else load
-        return read(arguments, complete=False)[0].config, []
+        return load_run(run_type, arguments, complete=False)[0].config, []
     except ConfigError as error:
         return None, error.problems
-
-
-def _write(value: Any) -> str:
-    """Return a value as an override that Hydra reads again."""
-    if isinstance(value, str) and not re.fullmatch(r"[\w./:@+~-]+", value):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'" if "${" not in value else value
-    if isinstance(value, list):
-        return "[" + ",".join(_write(item) for item in value) + "]"
-    return format_value(value)
 
 
 def render(result: Migration) -> str:

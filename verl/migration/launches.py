@@ -172,14 +172,14 @@ def read_yaml(file: File) -> LaunchFile:
     settings = {str(name): value for name, value in tree.items() if name not in ("defaults", "hydra")}
     notes = [f"{name}: is dropped: it is for Hydra" for name in ("defaults", "hydra") if name in tree]
     is_train = not settings.keys().isdisjoint({"actor_rollout_ref", "algorithm", "reward", "reward_model", "critic"})
-    overrides = [f"{join_path(path)}={_quote(value)}" for path, value in iter_leaves(settings)]
+    overrides = [f"{join_path(path)}={write_value(value)}" for path, value in iter_leaves(settings)]
     return LaunchFile([LaunchCommand(TRAIN if is_train else SFT, tuple(overrides), tuple(notes))])
 
 
-def _quote(value: Any) -> str:
-    """Return a value of a YAML file as Hydra reads it in an override."""
+def write_value(value: Any) -> str:
+    """Return a value as an override that Hydra reads again."""
     if isinstance(value, str) and not re.fullmatch(r"[\w./:@+~-]+", value) and "${" not in value:
-        return "'" + value.replace("'", "\\'") + "'"
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     if isinstance(value, list):
-        return "[" + ",".join(_quote(item) for item in value) + "]"
+        return "[" + ",".join(write_value(item) for item in value) + "]"
     return format_value(value)

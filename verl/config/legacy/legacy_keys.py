@@ -193,8 +193,8 @@ def read_legacy_keys(name: str) -> LegacyKeys:
         refused_values=tables.read("refused_values"),
         default_choices=tables.read("default_choices"),
         defaults={
-            **{key: OtherDefault(*entry) for key, entry in kept.items()},
-            **{key: OtherDefault(*entry, is_kept=False) for key, entry in others.items()},
+            **{key: OtherDefault(value, reason) for key, (value, reason) in kept.items()},
+            **{key: OtherDefault(value, reason, is_kept=False) for key, (value, reason) in others.items()},
         },
     )
 

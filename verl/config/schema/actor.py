@@ -145,7 +145,7 @@ class PolicyLossConfig(Section):
     kl_cov_ratio: Fraction = setting(2e-4, only_if=_KL_COV)
     """Fraction of tokens, of largest covariance, with a KL penalty (kl_cov)."""
     ppo_kl_coef: float = setting(0.1, ge=0, only_if=_KL_COV)
-    """Coefficient of the KL to the old policy on these tokens (kl_cov)."""
+    """Coefficient of the KL to the old policy on the tokens of kl_cov_ratio (kl_cov)."""
     dpo_beta: Positive = setting(0.1, only_if=needs(".loss_mode", "dpo"))
     """Strength of the pull toward the reference (dpo)."""
     sppo_eta: Positive = setting(1.0, only_if=needs(".loss_mode", "sppo"))

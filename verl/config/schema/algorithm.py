@@ -126,7 +126,7 @@ class AlgorithmConfig(Section):
     use_kl_in_reward: bool = setting(False)
     """Subtract the KL divergence from the reference policy from the reward."""
     kl_penalty: KlKind = setting("kl", only_if=_KL_IN_REWARD)
-    """Estimator of that KL; full: exact over the vocabulary."""
+    """Estimator of the KL in the reward; full: exact over the vocabulary."""
     kl_ctrl: KlControlConfig = section(
         KlControlConfig, "Coefficient of the KL penalty in the reward.", only_if=_KL_IN_REWARD
     )

@@ -26,7 +26,7 @@ class DistillationConfig(Section):
     coef: Positive = setting(1.0)
     """Coefficient of the KL to the teacher."""
     log_prob_min_clamp: float | None = setting(None, unit="nats", lt=0)
-    """Log-probs of policy and teacher below this count as this in their KL; null: all count as they are."""
+    """Lower bound of the log-probs of policy and teacher in their KL; null: no bound."""
     loss_max_clamp: Positive | None = setting(None, unit="nats")
     """Largest KL of a token, above and below 0; in mode=loss a token beyond it has no gradient; null: no limit."""
     use_task_rewards: bool = setting(True)

@@ -89,9 +89,9 @@ class PrimeConfig(Section):
     enable: bool = setting(False)
     """Train an implicit process reward model (PRIME) and add its token rewards."""
     model_path: str | None = setting(None)
-    """Its initial and reference model; null: the actor's."""
+    """Initial and reference model of the process reward model; null: the actor's."""
     lr: Positive = setting(1e-6)
-    """Its learning rate (AdamW)."""
+    """Learning rate of the process reward model (AdamW)."""
     beta: Positive = setting(0.05)
     """A token's reward is beta times its log-ratio to the initial model."""
     coef: float = setting(5.0, ge=0)
@@ -99,7 +99,7 @@ class PrimeConfig(Section):
     outcome_coef: float = setting(5.0, ge=0)
     """Weight of the response's score."""
     grad_clip: Positive = setting(10.0)
-    """Maximum norm of its gradient."""
+    """Maximum norm of the process reward model's gradient."""
 
 
 class RewardConfig(Section):

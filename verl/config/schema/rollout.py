@@ -152,7 +152,7 @@ class RolloutConfig(Section):
     update_weights_bucket_megabytes: Count = setting(512, unit="MiB")
     """Size of the buckets in which weights are sent; three may exist at a time."""
     lora_transport: Literal["auto", "adapter", "merged"] = setting("auto", only_if=_HAS_ADAPTER)
-    """Send engines the adapter only, or merged weights; auto: only it if possible."""
+    """Send engines the adapter only, or merged weights; auto: the adapter only, if possible."""
     probe_tolerance: Positive | None = setting(None, unit="nats")
     """Maximum mean log-prob difference to the trainer after a weight sync; null: by dtype."""
     calculate_log_probs: bool = setting(True, only_if=_ALWAYS_COMPARES)

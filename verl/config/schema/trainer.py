@@ -97,7 +97,7 @@ class RunConfig(Section):
     max_hours: Positive | None = setting(None, unit="hours")
     """Save and stop within this time; null: before the end of the Slurm job, if any."""
     stop_margin: float = setting(60.0, unit="seconds", ge=0)
-    """Safety margin for that, in addition to the longest step and save so far."""
+    """Safety margin of max_hours, in addition to the longest step and save so far."""
     default_local_dir: str | None = setting(None)
     """Checkpoint directory; null: checkpoints/<project_name>/<experiment_name>."""
     resume_mode: Literal["auto", "disable", "path"] = setting("auto")
@@ -144,7 +144,7 @@ class TrainerConfig(RunConfig):
     ref_update_freq: Interval = setting(-1, unit="steps")
     """Steps between updates of the reference to the current policy (SPIN); -1: none."""
     ref_update_ratio: float = setting(1.0, gt=0, le=1, only_if=unless(".ref_update_freq", -1))
-    """How far such an update moves the reference to the policy: 1: all the way; less: a moving average (EMA)."""
+    """Weight of the policy in an update of the reference; 1: copy the policy; below 1: moving average (EMA)."""
     max_staleness: int = setting(0, unit="versions", ge=0, planned=True)
     """Maximum weight versions that a response may lag; 0: synchronous."""
     deterministic: bool = setting(False)
