@@ -31,7 +31,6 @@ from verl.config.command_line import (
 )
 from verl.config.features import get_model_settings
 from verl.config.legacy.legacy_keys import SFT_KEYS, TRAIN_KEYS, LegacyKeys
-from verl.config.origins import trace_origins
 from verl.config.paths import (
     Path,
     Tree,
@@ -145,9 +144,9 @@ def _build(
     if source is not None:
         tree, overrides = compose_yaml(*source, overrides, problems)
     tree = run_type.legacy.canonicalize_tree(tree, hints, problems)
-    origins = trace_origins(tree, f"{source[1]}.yaml" if source else "Python", overrides, run_type.legacy)
+    origins = {join_path(path): f"{source[1]}.yaml" if source else "Python" for path, _ in iter_leaves(tree)}
     for override in overrides:
-        _apply(run_type, override, tree, hints, problems)
+        _apply(run_type, override, tree, origins, hints, problems)
     _resolve(run_type, tree, problems)
     remember(tree)
     known = _select_known(run_type, tree, hints, problems)
@@ -178,7 +177,14 @@ def _import_external(run_type: RunType[C], tree: Tree) -> list[str]:
 # --- overrides
 
 
-def _apply(run_type: RunType[C], override: Override, tree: Tree, hints: list[str], problems: list[str]) -> None:
+def _apply(
+    run_type: RunType[C],
+    override: Override,
+    tree: Tree,
+    origins: dict[str, str],
+    hints: list[str],
+    problems: list[str],
+) -> None:
     if override.is_hydra_override():
         hints.append(f"{override.input_line} has no effect: verl reads settings with Hydra but does not run under it")
         return
@@ -186,6 +192,7 @@ def _apply(run_type: RunType[C], override: Override, tree: Tree, hints: list[str
     value = override.value()
     if override.is_delete():
         _delete(run_type, path, value, tree, hints, problems)
+        _set_origin(origins, run_type.legacy.resolve_alias(path), None)
         return
     for spelled, leaf in iter_leaves(value, path) if isinstance(value, dict) and value else [(path, value)]:
         target, meant = run_type.legacy.canonicalize(spelled, leaf, hints)
@@ -197,6 +204,17 @@ def _apply(run_type: RunType[C], override: Override, tree: Tree, hints: list[str
             problems.append(problem)
         elif not run_type.legacy.unsets(target, meant):
             set_path(tree, target, meant)
+            origin = "command line" if target == spelled else f"command line, as {join_path(spelled)}"
+            _set_origin(origins, target, origin)
+
+
+def _set_origin(origins: dict[str, str], path: Path, origin: str | None) -> None:
+    """Replace the origins of a setting and of the entries below it."""
+    key = join_path(path)
+    for name in [name for name in origins if f"{name}.".startswith(f"{key}.")]:
+        del origins[name]
+    if origin is not None:
+        origins[key] = origin
 
 
 def _delete(run_type: RunType[C], path: Path, value: Any, tree: Tree, hints: list[str], problems: list[str]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 from verl.config.load import TRAIN, AnyRunType
-from verl.config.origins import find_origin
 from verl.config.paths import (
     Tree,
     find_setting,
@@ -52,10 +51,10 @@ def render(config: Section, *, only_changed: bool = False, origins: Mapping[str,
             for name, item in (value.model_extra or {}).items():
                 entry = f"{indent}  {name}: {_yaml(redact_settings(item, name))}"
                 lines.append(
-                    entry if origins is None else _comment(entry, find_origin(origins, f"{setting.key}.{name}"))
+                    entry if origins is None else _comment(entry, _find_origin(origins, f"{setting.key}.{name}"))
                 )
             continue
-        text = _explain(setting, value) if origins is None else find_origin(origins, setting.key)
+        text = _explain(setting, value) if origins is None else _find_origin(origins, setting.key)
         lines.append(_comment(f"{indent}{setting.path[-1]}: {_yaml(redact_settings(value, setting.key))}", text))
     return "\n".join(lines).lstrip("\n") + "\n"
 
@@ -74,8 +73,14 @@ def render_json(config: Section, *, only_changed: bool = False, origins: Mapping
         if origins is None:
             set_path(result, path, value)
         else:
-            result[key] = {"value": value, "origin": find_origin(origins, key)}
+            result[key] = {"value": value, "origin": _find_origin(origins, key)}
     return result
+
+
+def _find_origin(origins: Mapping[str, str], key: str) -> str:
+    """Return the origin of a setting, or all origins of the entries of a dictionary."""
+    given = dict.fromkeys(origin for name, origin in origins.items() if f"{name}.".startswith(f"{key}."))
+    return "; ".join(given) or "default"
 
 
 def list_changed(config: Section) -> list[str]:
