@@ -101,7 +101,7 @@ def test_quantized_engines_should_have_rollout_correction() -> None:
     assert hints() == []
 
 
-def test_with_a_device_found_later_the_run_asks_again(tmp_path: Path) -> None:
+def test_device_checks_are_repeated_once_the_device_is_known(tmp_path: Path) -> None:
     settings = ["actor_rollout_ref.model.path=policy", "data.train_files=prompts.parquet", f"{R}.dtype=fp8"]
     [loaded] = load([*settings, f"trainer.default_local_dir={tmp_path}"])
     builder = RunBuilder(loaded.config, Console(), RestartTracker(Console()), AsyncExitStack())

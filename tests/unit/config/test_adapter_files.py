@@ -47,7 +47,7 @@ def test_settings_that_are_not_given_are_those_of_the_adapter(tmp_path: Path) ->
     assert supervised.config.model.peft.lora_rank == 4
 
 
-def test_settings_that_are_given_stay_so_that_they_can_be_compared(tmp_path: Path) -> None:
+def test_given_settings_are_not_replaced_by_those_of_the_adapter(tmp_path: Path) -> None:
     result = loaded(f"{KEY}={write(tmp_path)}", f"{PEFT}.lora_rank=16", f"{PEFT}.target_modules=all-linear")
     peft = result.config.actor_rollout_ref.actor.peft
     assert (peft.lora_rank, peft.lora_alpha, peft.target_modules) == (16, 8, "all-linear")
@@ -62,7 +62,7 @@ def test_modules_that_suffixes_do_not_describe_are_named_in_full(tmp_path: Path,
     assert targets == ["layers.0.self_attn.q_proj"]
 
 
-def test_an_adapter_that_cannot_be_read_changes_nothing_here(tmp_path: Path) -> None:
+def test_an_adapter_that_cannot_be_read_changes_no_settings(tmp_path: Path) -> None:
     default = loaded().config.actor_rollout_ref.actor.peft
     assert loaded(f"{KEY}={tmp_path}/missing").config.actor_rollout_ref.actor.peft == default
     write(tmp_path)

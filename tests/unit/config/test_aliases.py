@@ -87,7 +87,7 @@ def find_unsupported(text: str, *overrides: str) -> set[str]:
     return {problem.split(":")[0] for problem in raised.value.problems}
 
 
-def test_the_grpo_example_loads_without_a_word() -> None:
+def test_the_grpo_example_loads_without_hints() -> None:
     loaded = load_dict(yaml.safe_load(GRPO))
     assert loaded.hints == ()
     assert loaded.config.actor_rollout_ref.actor.optim.lr == 1e-6
@@ -153,7 +153,7 @@ def test_the_lora_snippet_loads() -> None:
         ("critic: {strategy: megatron}", {"critic.strategy"}),
     ],
 )
-def test_what_is_not_supported_is_known_and_refused_by_name(text: str, keys: set[str]) -> None:
+def test_settings_that_are_not_supported_yet_are_refused_by_name(text: str, keys: set[str]) -> None:
     assert find_unsupported(text) == keys
 
 

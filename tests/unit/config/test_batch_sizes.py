@@ -101,7 +101,7 @@ def test_the_sizes_of_the_ppo_example_have_those_of_the_critic() -> None:
     ]
 
 
-def test_what_the_critic_leaves_open_is_as_the_actor_has_it() -> None:
+def test_batch_sizes_of_the_critic_default_to_those_of_the_actor() -> None:
     actor = [f"{A}.ppo_mini_batch_size=32", f"{A}.ppo_epochs=3", f"{A}.use_dynamic_bsz=true"]
     [loaded] = load([GAE, *actor, f"{A}.ppo_max_token_len_per_gpu=5000"], complete=False)
     assert (
@@ -130,7 +130,7 @@ small = st.integers(1, 40)
 
 @settings(deadline=None)
 @given(batch=small, n=small, mini=small, micro=small, ranks=small, tp=small, epochs=small)
-def test_sizes_cover_the_work_without_a_spare_piece(
+def test_sizes_cover_all_samples_without_an_empty_micro_batch(
     batch: int, n: int, mini: int, micro: int, ranks: int, tp: int, epochs: int
 ) -> None:
     config = Config.model_validate(

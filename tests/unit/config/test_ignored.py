@@ -220,7 +220,7 @@ def test_a_loss_over_sequences_leaves_the_aggregation_to_the_other_terms(term: t
     "need",
     [(f"{A}.use_kl_loss", True), KL_REWARD, (f"{LOSS}.loss_mode", "dpo"), PRIME],
 )
-def test_the_reference_and_its_settings_are_there_only_if_something_looks_at_it(need: tuple[str, Any]) -> None:
+def test_the_reference_is_used_only_if_a_loss_or_a_reward_needs_it(need: tuple[str, Any]) -> None:
     keys = ("trainer.ref_update_freq", f"{REF}.fsdp_config.param_offload")
     assert not uses_reference(config())
     assert all(find_unmet_condition(config(), key) for key in keys)

@@ -69,7 +69,7 @@ def test_plus_on_a_declared_setting_works_and_says_that_it_is_not_needed() -> No
     assert any("the + is not needed" in hint for hint in loaded.hints)
 
 
-def test_tilde_takes_a_setting_back_to_its_default_and_an_entry_out_of_a_dictionary() -> None:
+def test_tilde_resets_a_setting_to_its_default_and_removes_an_entry_of_a_dictionary() -> None:
     given_ = {"data": {"train_batch_size": 8}, "ray_kwargs": {"ray_init": {"num_gpus": 1, "local_mode": True}}}
     config = load_dict(given_, ["~data.train_batch_size", "~ray_kwargs.ray_init.num_gpus"], complete=False).config
     assert config.data.train_batch_size == 1024
@@ -82,7 +82,7 @@ def test_tilde_refuses_what_is_unknown_absent_or_different() -> None:
     assert "the value is 8" in problems("data.train_batch_size=8", "~data.train_batch_size=9")[0]
 
 
-def test_a_dictionary_joins_what_is_there() -> None:
+def test_a_dictionary_is_merged_into_its_section() -> None:
     config = one("actor_rollout_ref.actor.optim={lr: 1e-5}", "actor_rollout_ref.actor.optim={weight_decay: 0.1}").config
     assert (config.actor_rollout_ref.actor.optim.lr, config.actor_rollout_ref.actor.optim.weight_decay) == (1e-5, 0.1)
 
@@ -109,7 +109,7 @@ def test_multirun_is_the_product_of_all_sweeps(flag: str) -> None:
     assert len({run.sweep for run in runs}) == len(runs)
 
 
-def test_a_sweep_without_multirun_says_what_may_be_meant() -> None:
+def test_a_sweep_without_multirun_suggests_a_list_text_or_multirun() -> None:
     [problem] = problems("data.val_files=a.parquet,b.parquet")
     assert "data.val_files=[a.parquet,b.parquet]" in problem
     assert "-m" in problem
@@ -135,7 +135,7 @@ def test_interpolations_see_other_settings_defaults_aliases_and_the_environment(
     assert config.trainer.seed == 7
 
 
-def test_interpolations_that_lead_nowhere_are_problems_of_their_key() -> None:
+def test_interpolations_that_cannot_be_resolved_are_reported_with_their_key() -> None:
     found = problems("data.seed=${data.nothing}", "trainer.project_name=${oc.env:VERL_TEST_NOT_SET}")
     assert [problem.split(":")[0] for problem in found] == ["data.seed", "trainer.project_name"]
 
@@ -267,7 +267,7 @@ def test_a_wrong_value_does_not_cause_further_problems(wrong: str, others: list[
     assert problem.startswith(wrong.partition("=")[0])
 
 
-def test_required_settings_are_asked_for_unless_one_only_looks() -> None:
+def test_required_settings_are_needed_for_a_run_but_not_to_print_settings() -> None:
     with pytest.raises(ConfigError) as raised:
         load(["data.train_files=???"])
     assert [problem.split(":")[0] for problem in raised.value.problems] == [
@@ -293,13 +293,13 @@ def test_required_settings_are_asked_for_unless_one_only_looks() -> None:
         ("rollout.agent.num_workers", None),
     ],
 )
-def test_unknown_keys_find_their_neighbour(typed: str, meant: str | None) -> None:
+def test_unknown_keys_get_a_suggestion(typed: str, meant: str | None) -> None:
     assert suggest_key(typed) == meant
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.sampled_from([s.key for s in collect_settings(Config).values() if s.section is None]), st.data())
-def test_a_key_with_one_letter_dropped_finds_a_neighbour_in_its_section(key: str, data: st.DataObject) -> None:
+def test_a_key_with_one_letter_dropped_gets_a_suggestion_in_its_section(key: str, data: st.DataObject) -> None:
     last = key.rpartition(".")[2]
     if len(last) < 4 or last in ("trust_remote_code", "require"):  # security settings are never suggested
         return

@@ -90,7 +90,7 @@ def test_every_alias_leads_to_a_declared_key_and_hides_none(kind) -> None:
             assert not set(values) & set(choices)
 
 
-def test_nothing_changes_after_the_start() -> None:
+def test_settings_are_frozen() -> None:
     config = Config()
     with pytest.raises(ValidationError, match="frozen"):
         config.data.train_batch_size = 3
@@ -98,7 +98,7 @@ def test_nothing_changes_after_the_start() -> None:
         config.ray_kwargs.ray_init.num_cpus = 3
 
 
-def test_a_config_travels_to_other_processes() -> None:
+def test_a_config_can_be_pickled() -> None:
     config = Config.model_validate({"actor_rollout_ref": {"rollout": {"n": 8}}, "ray_kwargs": {"ray_init": {"a": 1}}})
     assert pickle.loads(pickle.dumps(config)) == config
 

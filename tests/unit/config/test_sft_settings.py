@@ -132,7 +132,7 @@ def test_the_sizes_of_a_step_follow_from_the_settings() -> None:
     assert by_tokens["tokens per micro-batch"] == 16384
 
 
-def test_what_both_commands_have_is_declared_alike() -> None:
+def test_settings_of_both_commands_are_declared_equally() -> None:
     train, sft = collect_settings(Config), collect_settings(SftConfig)
     own = {"data.train_batch_size", "trainer.save_freq"}  # prompts there, examples here; the last step is saved here
     both = [key for key in sft if key in train and key.startswith(("trainer.", "ray_kwargs.")) and key not in own]

@@ -397,7 +397,7 @@ def test_a_warm_up_that_ends_within_the_run_is_fine(overrides: list[str]) -> Non
         [f"{A}.clip_ratio_low=0.2", f"{A}.clip_ratio_high=0.28", "algorithm.filter_groups.enable=true"],
     ],
 )
-def test_algorithms_that_fit_together_load_without_a_word(overrides: list[str]) -> None:
+def test_algorithms_that_fit_together_load_without_hints(overrides: list[str]) -> None:
     assert hints(*overrides) == []
 
 
@@ -413,7 +413,7 @@ def test_bounds_that_nothing_uses_are_not_compared() -> None:
     assert hint.startswith(f"{A}.clip_ratio_low=0.3 has no effect: only {LOSS}=vanilla or gspo or ")
 
 
-def test_what_is_exactly_repeatable_or_not_compiled_is_not_talked_about() -> None:
+def test_determinism_and_compilation_give_no_hints() -> None:
     assert hints("trainer.deterministic=true") == []
     assert hints(f"{A}.use_torch_compile=false") == []
     assert hints(f"{A}.use_torch_compile=true", "trainer.device=cuda") == []
@@ -472,7 +472,7 @@ def test_ray_arguments_are_those_given() -> None:
 
 
 @pytest.mark.parametrize("asked", [["trainer.save_hf=true"], []])
-def test_a_model_is_not_made_of_weights_that_are_left_out(asked: list[str]) -> None:
+def test_saving_hf_models_requires_the_weights_in_the_checkpoint(asked: list[str]) -> None:
     contents = "[optimizer]" if asked else "[optimizer,hf_model]"
     message = problem(f"{A}.checkpoint.save_contents={contents}", "trainer.save_freq=1", *asked)
     assert "add model" in message

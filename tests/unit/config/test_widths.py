@@ -51,7 +51,7 @@ def test_an_engine_must_not_span_nodes(width: int, fix: int) -> None:
     assert problem.endswith(f"set {R}.tensor_model_parallel_size={fix}")
 
 
-def test_one_process_has_no_room_for_a_wide_engine() -> None:
+def test_a_local_run_cannot_have_an_engine_of_several_devices() -> None:
     [problem] = find_problems(f"{R}.tensor_model_parallel_size=2", "trainer.local=True")
     assert "trainer.local=true runs all in one" in problem
 

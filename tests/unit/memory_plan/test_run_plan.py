@@ -69,7 +69,7 @@ def test_7b_fits_at_the_defaults_and_larger_models_with_the_proposed_settings(co
         assert plan_memory(change_settings(settings, values), train_settings).problems(memory) == {}
 
 
-def test_a_note_names_the_phase_and_the_fix(config: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_note_names_the_phase_and_the_fix(config: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config("Qwen2.5-14B", _TOO_SMALL)
     assert memory_note(config("Qwen2.5-7B"), 80 * GIB, train_settings) is None
     note = memory_note(settings, 80 * GIB, train_settings)

@@ -19,7 +19,7 @@ def write(folder: Path, name: str, content: Any) -> None:
 
 
 @pytest.mark.parametrize("shard", ["../../x", "/etc/x", "sub/x", "..", "", "..\\x", "C:x", 3])
-def test_a_shard_that_does_not_lie_beside_its_index_is_named(tmp_path: Path, shard: Any) -> None:
+def test_a_shard_outside_the_folder_of_its_index_is_reported(tmp_path: Path, shard: Any) -> None:
     write(tmp_path, "model.safetensors.index.json", {"weight_map": {"a": "model-1.safetensors", "b": shard}})
     (problem,) = model_problems(str(tmp_path))
     assert f"names the shard {str(shard)!r}" in problem
@@ -33,7 +33,7 @@ def test_an_ordinary_model_has_no_problems(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [[], {"weight_map": ["x"]}, {}])
-def test_an_index_that_is_none_is_named(tmp_path: Path, content: Any) -> None:
+def test_a_file_that_is_not_an_index_of_weights_is_reported(tmp_path: Path, content: Any) -> None:
     write(tmp_path, "pytorch_model.bin.index.json", content)
     (problem,) = model_problems(str(tmp_path))
     assert "is not an index of weights" in problem
@@ -47,7 +47,7 @@ def test_an_index_that_is_none_is_named(tmp_path: Path, content: Any) -> None:
         {"attn_implementation": {"": "sdpa", "vision": "evil/kernel:f"}},
     ],
 )
-def test_a_kernel_from_elsewhere_is_code(tmp_path: Path, config: Any) -> None:
+def test_a_kernel_of_another_repository_is_reported_as_code(tmp_path: Path, config: Any) -> None:
     write(tmp_path, "config.json", config)
     (problem,) = model_problems(str(tmp_path))
     assert "'evil/kernel" in problem
@@ -55,9 +55,7 @@ def test_a_kernel_from_elsewhere_is_code(tmp_path: Path, config: Any) -> None:
     assert [*model_problems(str(tmp_path), trust_remote_code=True)] == []
 
 
-def test_a_model_of_the_hub_is_looked_at_where_it_was_fetched_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_the_hub_is_checked_in_its_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     snapshot = tmp_path / "models--someone--evil" / "snapshots" / "0123"
