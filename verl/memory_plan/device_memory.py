@@ -45,6 +45,10 @@ class EngineMemory:
         """Return what is left for keys and values; negative if the engine cannot start."""
         return int(self.share * memory) - self.weights - ENGINE_ACTIVATIONS
 
+    def missing_cache(self, memory: int) -> int:
+        """Return the bytes that are missing for the keys and values of one sequence."""
+        return max(0, self.tokens * self.token_bytes - self.cache(memory))
+
     def usage(self, memory: int) -> Usage:
         """Return its usage while it generates."""
         cache = max(0, self.cache(memory))
@@ -96,23 +100,17 @@ class MemoryPlan:
             for phase, usage in self.phases(memory).items()
             if usage.total > usable
         }
-        if (
-            self.engine is not None
-            and (room := self.engine.cache(memory)) < self.engine.tokens * self.engine.token_bytes
-        ):
-            have = "no memory" if room <= 0 else f"{room / GIB:.1f} GiB"
-            problems["generation"] = (
-                f"the engine has {have} left for its cache after {self.engine.weights / GIB:.1f} GiB of weights"
-            )
+        if self.engine is not None and self.engine.missing_cache(memory):
+            room, weights = self.engine.cache(memory) / GIB, self.engine.weights / GIB
+            have = f"{room:.1f} GiB" if room > 0 else "no memory"
+            problems["generation"] = f"the engine has {have} left for its cache after {weights:.1f} GiB of weights"
         return problems
 
     def shortfall(self, memory: int) -> int:
         """Return the bytes by which the run does not fit, over all phases, and what an engine lacks for its cache."""
         usable = int(USABLE * memory)
         missing = sum(max(0, usage.total - usable) for usage in self.phases(memory).values())
-        if self.engine is not None:
-            missing += max(0, self.engine.tokens * self.engine.token_bytes - self.engine.cache(memory))
-        return missing
+        return missing + (self.engine.missing_cache(memory) if self.engine is not None else 0)
 
     def _highest(self, active: Mapping[str, Usage], *, is_first: bool = False) -> Usage:
         """Return the highest usage with one of the models active and the others at rest; at first without moments."""

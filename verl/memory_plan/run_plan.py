@@ -65,12 +65,9 @@ def _model(config: Config, settings: EngineSettings, update: PassSize, micro_bat
     content = require_config(settings.model_path)
     shape = ModelShape.from_config(content, settings.model_path, has_value_head=settings.head == "value")
     ranks = count_train_ranks(config) if settings.fsdp_size < 1 else settings.fsdp_size
-    section: RolloutConfig | RefConfig = config.actor_rollout_ref.rollout
     if micro_batches is None:
-        section = config.actor_rollout_ref.ref
-    forward = _forward_size(config, section, update)
-    if micro_batches is None:
-        return ModelMemory(shape, settings, ranks, forward)
+        return ModelMemory(shape, settings, ranks, _forward_size(config, config.actor_rollout_ref.ref, update))
+    forward = _forward_size(config, config.actor_rollout_ref.rollout, update)
     return ModelMemory(shape, settings, ranks, forward, update, micro_batches)
 
 
