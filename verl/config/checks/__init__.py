@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from verl.config.checks import (
     algorithm,
-    data,
     device_support,
-    distillation,
     engine_placement,
     generation,
     ignored,
@@ -46,18 +44,16 @@ TRAIN_CONFLICTS: tuple[Check, ...] = (
     *GENERATION_CONFLICTS,
     generation.find_training_conflicts,
     *SFT_CONFLICTS[1:],
-    data.find_conflicts,
+    generation.find_data_conflicts,
     engine_placement.find_conflicts,
     training.find_routing_conflicts,
     algorithm.find_conflicts,
-    distillation.find_conflicts,
 )
 TRAIN_HINTS: tuple[Check, ...] = (
     generation.find_training_hints,
-    data.find_hints,
+    generation.find_data_hints,
     training.find_hints,
     algorithm.find_hints,
-    distillation.find_hints,
     ignored.find_ignored_settings,
 )
 

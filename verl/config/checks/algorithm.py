@@ -1,4 +1,4 @@
-"""Checks of the algorithm's settings against each other."""
+"""Checks of the settings of the algorithm, and of distillation, against each other."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from verl.config.schema.conditions import ACTOR, ESTIMATOR, LOSS, ROLLOUT, is_cu
 
 _LOSS, _KL = f"{ACTOR}.policy_loss", "algorithm.kl_ctrl"
 _CORRECTION, _BYPASS = "algorithm.rollout_correction", "algorithm.rollout_correction.bypass_mode"
+_TEMPLATE, _REWARDS = "distillation.teacher.use_own_chat_template=true", "distillation.use_task_rewards"
 _COMPONENTS, _KL_REWARD = "algorithm.reward_components", "algorithm.use_kl_in_reward"
 _GROUP_ESTIMATORS = (
     *("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg"),
@@ -30,6 +31,8 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
     yield from _check_correction(config)
     if config.reward.prime.enable:
         yield from _check_prime(config)
+    if config.distillation.enable:
+        yield from _check_distillation(config)
 
 
 def _check_ranges(config: Config) -> Iterator[Conflict]:
@@ -161,6 +164,37 @@ def _check_prime(config: Config) -> Iterator[Conflict]:
         yield Conflict("reward.prime.enable", reason, f"set {ESTIMATOR}=rloo")
 
 
+def _check_distillation(config: Config) -> Iterator[Conflict]:
+    distillation, algorithm, data = config.distillation, config.algorithm, config.data
+    if distillation.teacher.path is None:
+        fix = "set distillation.teacher.path=Qwen/Qwen2.5-7B-Instruct, or another model with the policy's tokenizer"
+        yield Conflict("distillation.enable", "true requires a teacher", fix)
+    if distillation.teacher.use_own_chat_template and not data.filter_overlong_prompts and data.truncation != "error":
+        yield Conflict(
+            "data.truncation",
+            f"{data.truncation} would remove other parts of a prompt from the policy's rendering than from the "
+            f"teacher's, which {_TEMPLATE} adds",
+            "set data.filter_overlong_prompts=true to drop long prompts, or data.truncation=error",
+        )
+    if uses_preferences(config) and (distillation.mode == "reward" or not distillation.use_task_rewards):
+        mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+        yield Conflict(
+            "distillation.mode",
+            f"{distillation.mode} needs a policy loss with advantages, but {LOSS}={mode} compares scored responses",
+            f"set {LOSS}=vanilla" + (", or distillation.mode=loss" if distillation.use_task_rewards else ""),
+        )
+    if distillation.use_task_rewards:
+        return
+    for key, is_on, fix in (
+        ("algorithm.filter_groups.enable", algorithm.filter_groups.enable, "=false"),
+        ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward, f"set {ACTOR}.use_kl_loss=true instead"),
+        ("reward.prime.enable", config.reward.prime.enable, "=false"),
+    ):
+        if is_on:
+            reason = f"true requires rewards, but {_REWARDS}=false scores no training response"
+            yield Conflict(key, reason, f"{fix}, or {_REWARDS}=true")
+
+
 def find_hints(config: Config) -> Iterator[Conflict]:
     """Yield settings of the algorithm that work but are probably a mistake."""
     algorithm, actor, n = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
@@ -191,3 +225,6 @@ def find_hints(config: Config) -> Iterator[Conflict]:
     ):
         if is_unused:
             yield Conflict(key, "with 0 the KL to the reference is computed but not used", f"set {switch}=false")
+    if config.distillation.enable and config.distillation.teacher.path == config.actor_rollout_ref.model.path:
+        reason = "is the model that is trained, so the policy is only regularized toward its initial weights"
+        yield Conflict("distillation.teacher.path", reason, "set it to a stronger model")
