@@ -163,24 +163,27 @@ def count_policy_steps(config: Config, steps: int) -> int:
 def derive_sizes(config: Config) -> list[Size]:
     """Return all derived sizes in the order of a step."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
-    ranks, engines, longest = count_train_ranks(config), count_engines(config), get_max_sequence_tokens(config)
-    responses = data.train_batch_size * rollout.n
-    rows = [
+    engines, responses = count_engines(config), data.train_batch_size * rollout.n
+    longest = f"prompt {data.max_prompt_length} + response {data.max_response_length}"
+    sequences = "engines x rollout.max_num_seqs"
+    if rollout.max_num_seqs is None:
+        more = "" if config.trainer.device == "cpu" else ", or more on accelerators"
+        sequences = f"engines x {CPU_SEQUENCES}{more} (rollout.max_num_seqs=null)"
+    at_once = min(responses, engines * (rollout.max_num_seqs or CPU_SEQUENCES))
+    return [
         Size("prompts per step", data.train_batch_size, "data.train_batch_size"),
         Size("responses per step", responses, f"{data.train_batch_size} prompts x rollout.n={rollout.n}"),
-        Size("maximum tokens per sequence", longest, _explain_longest(config)),
-        Size("engines", engines, _explain_engines(config)),
         Size(
-            "responses generated at once",
-            min(responses, engines * (rollout.max_num_seqs or CPU_SEQUENCES)),
-            _explain_sequences(config),
+            "maximum tokens per sequence",
+            get_max_sequence_tokens(config),
+            "rollout.max_model_len" if rollout.max_model_len else longest,
         ),
-        Size("train ranks", ranks, _explain_ranks(config)),
+        Size("engines", engines, _explain_engines(config)),
+        Size("responses generated at once", at_once, sequences),
+        Size("train ranks", count_train_ranks(config), _explain_ranks(config)),
         *_derive_model_sizes(config, get_actor_batch_sizes(config), "actor"),
+        *(_derive_model_sizes(config, get_critic_batch_sizes(config), "critic") if uses_critic(config) else ()),
     ]
-    return (
-        [*rows, *_derive_model_sizes(config, get_critic_batch_sizes(config), "critic")] if uses_critic(config) else rows
-    )
 
 
 def derive_sft_sizes(config: SftConfig) -> list[Size]:
@@ -246,12 +249,6 @@ def render_sizes(config: Config | SftConfig) -> str:
     )
 
 
-def _explain_longest(config: Config) -> str:
-    if config.actor_rollout_ref.rollout.max_model_len is not None:
-        return "rollout.max_model_len"
-    return f"prompt {config.data.max_prompt_length} + response {config.data.max_response_length}"
-
-
 def _explain_ranks(config: Config | SftConfig) -> str:
     if config.trainer.local:
         return "trainer.local"
@@ -279,13 +276,6 @@ def _explain_engines(config: Config) -> str:
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     used = [f"rollout.{name}={getattr(rollout, name)}" for name in sizes if getattr(rollout, name) > 1]
     return " / ".join([f"{count_train_ranks(config)} devices", *(used or [f"rollout.{sizes[0]}=1"])])
-
-
-def _explain_sequences(config: Config) -> str:
-    if config.actor_rollout_ref.rollout.max_num_seqs is not None:
-        return "engines x rollout.max_num_seqs"
-    more = "" if config.trainer.device == "cpu" else ", or more on accelerators"
-    return f"engines x {CPU_SEQUENCES}{more} (rollout.max_num_seqs=null)"
 
 
 def _ceil(total: int, part: int) -> int:
