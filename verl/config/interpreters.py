@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 
 from verl.config.rollout_engines import RolloutEngineSpec
 
-_PACKAGES = ("torch", "transformers", "msgspec")
+_PACKAGES = ("torch", "transformers")
 """What every engine needs besides its own packages."""
 _VERSION = "verl:__version__"
 _TIMEOUT_S = 120.0

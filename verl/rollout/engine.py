@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.config.rollout_engines import RolloutEngineSpec
 from verl.rollout.settings import RolloutEngineSettings
@@ -85,8 +85,9 @@ def make_engine(
     if python is not None:
         from verl.rollout.isolated.engine import IsolatedEngine
 
-        return IsolatedEngine(spec, settings, python, modules)
-    engine: RolloutEngine = spec.load(spec.engine)(settings)
+        engine: Any = IsolatedEngine(spec, settings, python, modules)
+    else:
+        engine = spec.load(spec.engine)(settings)
     return engine
 
 

@@ -1,2 +1,1 @@
-"""A rollout engine in another Python environment: `engine` starts a process of that environment and calls it,
-`server` is that process, `messages` is what they send each other."""
+"""A rollout engine in another Python environment: `engine` calls `server`, a process of that environment."""

@@ -1,69 +1,88 @@
 """The process of an engine in another Python environment: `python -m verl.rollout.isolated.server SOCKET PARENT`.
 
-It runs the engine that the first message names, and calls its methods as the messages say, many at once. It ends with
-its parent, and when the connection is closed.
+It calls the methods of an engine as the messages say, many at once. It ends with its parent, and when the connection is
+closed. A call is (id, method, arguments), and without a method cancels the call with that id; a reply is (id, result,
+error). Both sides have the same version of verl, but may have other versions of Python, numpy and torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import socket
+import struct
 import sys
+from collections.abc import Sequence
 from pkgutil import resolve_name
+from typing import Any
 
 from verl.child_process import end_with_parent
 from verl.custom_functions import import_external
+from verl.errors import EngineError
 from verl.rollout.engine import RolloutEngine
-from verl.rollout.isolated.messages import ARGUMENTS, Call, Failure, Reply, Setup, decode, read, write
+from verl.rollout.settings import RolloutEngineSettings
+
+_LENGTH = struct.Struct("<Q")
+_PROTOCOL = 4  # what numpy 2 pickles with protocol 5, numpy 1 cannot read
 
 
-async def serve(connection: socket.socket) -> None:
-    """Serve calls until the connection is closed."""
-    reader, writer = await asyncio.open_connection(sock=connection)
-    first = await read(reader)
-    if first is None:
-        return
+async def read(stream: asyncio.StreamReader) -> Any:
+    """Return the next message; None when the other side has closed the connection."""
     try:
-        engine = _make_engine(decode(first, Setup))
-    except Exception as error:  # noqa: BLE001 - process boundary: reported as the failure of `start`
-        write(writer, Reply(0, failure=Failure.from_exception(error)))
+        (length,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
+        return pickle.loads(await stream.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def write(stream: asyncio.StreamWriter, message: tuple[Any, ...]) -> None:
+    data = pickle.dumps(message, _PROTOCOL)
+    stream.writelines((_LENGTH.pack(len(data)), data))
+
+
+class EngineServer:
+    """An engine and the calls that run."""
+
+    _engine: RolloutEngine
+
+    async def import_modules(self, modules: Sequence[str]) -> None:
+        import_external(modules)
+
+    async def create(self, factory: str, settings: RolloutEngineSettings) -> None:
+        self._engine = resolve_name(factory)(settings)
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Serve calls until the connection is closed."""
+        reader, writer = await asyncio.open_connection(sock=connection)
+        running: dict[int, asyncio.Task[None]] = {}
+        while (message := await read(reader)) is not None:
+            id, method, arguments = message
+            if method is not None:
+                task = running[id] = asyncio.create_task(self._answer(writer, id, method, arguments))
+                task.add_done_callback(lambda _, id=id: running.pop(id))  # type: ignore[misc]
+            elif id in running:
+                running[id].cancel()
+
+    async def _answer(self, writer: asyncio.StreamWriter, id: int, method: str, arguments: Sequence[Any]) -> None:
+        reply: tuple[int, Any, Exception | None]
+        try:
+            target: Any = self if method in ("import_modules", "create") else self._engine
+            reply = (id, await getattr(target, method)(*arguments), None)
+        except Exception as error:  # noqa: BLE001 - process boundary: raised again where the call was made
+            is_known = type(error).__module__ == EngineError.__module__
+            reply = (id, None, error if is_known else EngineError(f"{type(error).__name__}: {error}"))
+        write(writer, reply)
         await writer.drain()
-        return
-    running: dict[int, asyncio.Task[None]] = {}
-    while (data := await read(reader)) is not None:
-        call: Call = decode(data, Call)
-        if call.method:
-            task = running[call.id] = asyncio.create_task(_answer(engine, call, writer))
-            task.add_done_callback(lambda _, id=call.id: running.pop(id))  # type: ignore[misc]
-        elif call.id in running:
-            running[call.id].cancel()
-
-
-def _make_engine(setup: Setup) -> RolloutEngine:
-    import_external(setup.modules)
-    settings = decode(setup.settings, resolve_name(setup.settings_type))
-    engine: RolloutEngine = resolve_name(setup.engine)(settings)
-    return engine
-
-
-async def _answer(engine: RolloutEngine, call: Call, writer: asyncio.StreamWriter) -> None:
-    try:
-        arguments = decode(call.arguments, ARGUMENTS[call.method])
-        reply = Reply(call.id, await getattr(engine, call.method)(*arguments))
-    except Exception as error:  # noqa: BLE001 - process boundary: raised again where the call was made
-        reply = Reply(call.id, failure=Failure.from_exception(error))
-    write(writer, reply)
-    await writer.drain()
 
 
 def main() -> None:
     descriptor, parent = map(int, sys.argv[1:])
     end_with_parent(parent)
     try:
-        asyncio.run(serve(socket.socket(fileno=descriptor)))
+        asyncio.run(EngineServer().serve(socket.socket(fileno=descriptor)))
     finally:
-        os._exit(0)  # without waiting for threads of the engine: nobody can ask for anything any more
+        os._exit(0)  # without waiting for threads of the engine: no more calls can arrive
 
 
 if __name__ == "__main__":
