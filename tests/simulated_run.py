@@ -20,12 +20,13 @@ from simulated_clock import Deadlock, simulate
 from simulated_engines import DEVICE, LONGEST_S, TRAINING, Process, SimulatedEngine, SimulatedModel, answer_to
 from simulated_scenario import Scenario
 
+from tests.observed_pool import ObservedPool
 from verl.cluster.monitor import Endpoint, wait_for_loss
 from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.data.samplers import PromptStream, SequentialSampler
 from verl.errors import DivergenceError, EngineError, ProcessLostError, StorageError, VerlError, WeightSyncError
-from verl.rollout.membership import EngineMembership, EngineView
-from verl.rollout.replica_pool import MAX_LOSSES, EnginePool, Request
+from verl.rollout.engine import EngineView
+from verl.rollout.replica_pool import MAX_LOSSES, Request
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.types import Completion, SampleHandle, SamplingParams
@@ -362,9 +363,8 @@ class _World:
         scenario = self.scenario
         self.model = SimulatedModel(self)
         self.engines = [SimulatedEngine(self, number) for number in range(scenario.engines)]
-        self.membership = EngineMembership(self.engines)
         self.supervisor = EngineSupervisor(
-            self.membership,
+            self.engines,
             self._event,
             heartbeat_s=15.0,
             reply_timeout_s=ANSWER_S,
@@ -374,7 +374,7 @@ class _World:
         )
         self.weight_sync = WeightSync(self.model, self.supervisor, HostTransport(), PROBE)
         self.pools = [
-            EnginePool(
+            ObservedPool(
                 EngineView.of([engine.as_seen_by_workers() for engine in self.engines]),
                 stall_timeout_s=STALL_S,
                 recovery_timeout_s=PATIENCE_S,
@@ -384,11 +384,11 @@ class _World:
             for _ in range(scenario.workers)
         ]
         for pool in self.pools:
-            self.membership.follow(partial(self._update, pool))
+            self.supervisor.follow(partial(self._update, pool))
         self._one_round = asyncio.Lock()
         self.supervisor.start(self.weight_sync.sync_one)
 
-    async def _update(self, pool: EnginePool, view: EngineView[SimulatedEngine]) -> None:
+    async def _update(self, pool: ObservedPool, view: EngineView) -> None:
         await asyncio.sleep(self.delay())
         engines = {engine_id: engine.as_seen_by_workers() for engine_id, engine in view.engines.items()}
         await pool.update(EngineView(view.version, engines))

@@ -8,8 +8,9 @@ import contextlib
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import ray
@@ -239,15 +240,24 @@ class ActorGroup:
 
 
 class RemoteActor:
-    """A client of an actor with `start`, `has_started` and `close`. Can be pickled; subclasses add the methods."""
+    """A client of an actor with `start`, `has_started` and `close`. Can be pickled.
+
+    `methods` are the other methods of the actor that can be called, and the deadline of each.
+    """
 
     kind: ClassVar[str]
     actor_class: ClassVar[type]
+    methods: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, actor: Any, index: int, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
         self.actor, self.deadlines = actor, deadlines
         self.target = CallTarget(self.kind, index)
         self._started = False
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if name not in self.methods:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return partial(self._call, name, deadline=getattr(self.deadlines, self.methods[name]))
 
     @classmethod
     def spawn(

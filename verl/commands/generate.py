@@ -30,7 +30,6 @@ from verl.data.dataset import PromptDataset
 from verl.data.files import find_files
 from verl.errors import ConfigError
 from verl.models.stop_tokens import find_stop_tokens
-from verl.rollout.membership import EngineMembership
 from verl.rollout.replica_pool import EnginePool
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
@@ -156,19 +155,18 @@ async def _start_engines(
     for engine in engines:
         closing.push_async_callback(engine.close)
     await asyncio.gather(*(engine.start() for engine in engines))
-    membership = EngineMembership(engines)
-    supervisor = build_supervisor(config, membership, restarts)
+    supervisor = build_supervisor(config, engines, restarts)
 
     async def sync_one(engine_id: int) -> None:
         supervisor.mark_synced(engine_id)
         await supervisor.mark_ready(engine_id, VERSION_FROM_DISK)
 
-    for engine_id in membership.engines:
+    for engine_id in supervisor.states:
         await supervisor.mark_ready(engine_id, VERSION_FROM_DISK)
     supervisor.start(sync_one)
     closing.push_async_callback(supervisor.close)
     stall_timeout_s, reply_timeout_s = limits.generation.seconds + MARGIN_S, limits.reply.seconds + MARGIN_S
-    return EnginePool(membership.view, stall_timeout_s=stall_timeout_s, reply_timeout_s=reply_timeout_s), supervisor
+    return EnginePool(supervisor.view, stall_timeout_s=stall_timeout_s, reply_timeout_s=reply_timeout_s), supervisor
 
 
 class _Prompts:

@@ -1,8 +1,9 @@
-"""The interface of a rollout engine: what verl needs from vLLM or transformers."""
+"""The interface of a rollout engine: what verl needs from vLLM or transformers, in this process or in another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.config.rollout_engines import RolloutEngineSpec
@@ -69,6 +70,43 @@ class RolloutEngine(Protocol):
     async def close(self) -> None:
         """End the engine and every process that it started."""
         ...
+
+
+class ManagedEngine(RolloutEngine, Protocol):
+    """A rollout engine in a process that may be lost and replaced, while the handle stays.
+
+    It starts disabled, and rejects requests (`generate`, `generate_all`) with `ProcessLostError` until its weights have
+    been verified. Before it has started, all methods but `is_ready` do so.
+    """
+
+    async def is_ready(self) -> bool:
+        """Return whether it is enabled and can generate; the heartbeat. `ProcessLostError` without a process."""
+        ...
+
+    async def enable(self, version: int) -> None:
+        """Accept requests from now on; `ProcessLostError` unless the engine has `version`, unlike a new process."""
+        ...
+
+    async def disable(self, reason: str) -> None:
+        """Reject requests until the engine has been restarted: one of them has timed out."""
+        ...
+
+    async def end(self) -> None:
+        """End the process, whatever its state; return once it can no longer reply to anyone."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """The engines that pools send requests to, each a `ManagedEngine`, by id. A newer view has a higher version."""
+
+    version: int
+    engines: Mapping[int, Any]
+
+    @classmethod
+    def of(cls, engines: Iterable[Any]) -> EngineView:
+        """Return the first view; ids count from 0."""
+        return cls(0, dict(enumerate(engines)))
 
 
 def make_engine(

@@ -6,14 +6,14 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from random import randrange
-from typing import Any, Generic, Protocol, TypeVar
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from random import random
+from typing import Generic, Protocol, TypeVar
 
 from verl.errors import EngineError, ProcessLostError, WorkerTimeoutError
-from verl.rollout.membership import EngineView
-from verl.rollout.supervisor import EngineState
+from verl.rollout.engine import EngineView, ManagedEngine
 from verl.types import Completion, SamplingParams
 from verl.waiting import with_timeout
 
@@ -49,6 +49,7 @@ class Replica(Generic[M]):
     load: int = 0  # outstanding tokens
     last_finish: float = -math.inf  # when it last finished a request
     has_batch: bool = False
+    tie_break: float = field(default_factory=random)  # many pools must not all favor the same replica
     recovery: asyncio.Future[None] | None = None
 
 
@@ -64,8 +65,7 @@ class ReplicaPool(ABC, Generic[M]):
     """Sends each request to the replica with the least outstanding work, and again elsewhere if that one is lost.
 
     A lost replica gets no requests until it has recovered. While none is available requests wait, for at most
-    `recovery_timeout_s`. Ties are broken from a random starting id, so that many pools do not all favor the first
-    replica. Subclasses define how a request is watched and how a replica recovers.
+    `recovery_timeout_s`. Subclasses define how a request is watched and how a replica recovers.
     """
 
     kind: str
@@ -74,25 +74,16 @@ class ReplicaPool(ABC, Generic[M]):
         self, handles: Mapping[int, M], *, recovery_timeout_s: float, reply_timeout_s: float, poll_interval_s: float
     ) -> None:
         self._replicas = {replica_id: Replica(replica_id, handle) for replica_id, handle in handles.items()}
-        self._id_range = max(handles) + 1
-        self._first = randrange(self._id_range)
         self._recovery_timeout_s, self._reply_timeout_s = recovery_timeout_s, reply_timeout_s
         self._poll_interval_s = poll_interval_s
         self._unavailable_since = 0.0
         self._changed = asyncio.Event()  # a replica has joined, recovered, finished its batch, or left
-        self.losses = 0  # of replicas
-        self.retries = 0  # of requests
 
     def close(self) -> None:
         """Stop waiting for replicas to recover."""
         for replica in self._replicas.values():
             if replica.recovery is not None:
                 replica.recovery.cancel()
-
-    @property
-    def load(self) -> tuple[int, ...]:
-        """Outstanding tokens per replica."""
-        return tuple(replica.load for replica in self._replicas.values())
 
     @abstractmethod
     async def _await_reply(self, replica: Replica[M], request: asyncio.Future[T]) -> T:
@@ -111,7 +102,6 @@ class ReplicaPool(ABC, Generic[M]):
         *,
         preferred: int | None = None,
         affinity: PromptAffinity | None = None,
-        requests: int = 1,
     ) -> T:
         """Send to one replica after another until one replies. A batch (`preferred`: its replica) runs alone there.
 
@@ -130,7 +120,6 @@ class ReplicaPool(ABC, Generic[M]):
                 try:
                     return await self._await_reply(replica, request)
                 except ProcessLostError as error:
-                    self.retries += requests
                     if not replica.has_left:
                         self._set_lost(replica, str(error), hangs=isinstance(error, WorkerTimeoutError))
                         losses.append(self._describe(replica, str(error)))
@@ -143,7 +132,7 @@ class ReplicaPool(ABC, Generic[M]):
         while True:
             ready = [replica for replica in self._replicas.values() if replica.is_ready]
             if free := [replica for replica in ready if preferred is None or not replica.has_batch]:
-                return min(free, key=lambda one: (one.id != preferred, one.load, self._distance(one)))
+                return min(free, key=lambda one: (one.id != preferred, one.load, one.tie_break))
             timeout_s = self._recovery_timeout_s
             if not ready:
                 timeout_s += self._unavailable_since - clock()
@@ -163,9 +152,6 @@ class ReplicaPool(ABC, Generic[M]):
                 return known
         affinity.replica_id = least_loaded.id
         return least_loaded
-
-    def _distance(self, replica: Replica[M]) -> int:
-        return (replica.id - self._first) % self._id_range
 
     def _describe(self, replica: Replica[M], reason: str) -> str:
         return f"{self.kind.split()[-1]} {replica.id}: {reason}"
@@ -198,7 +184,6 @@ class ReplicaPool(ABC, Generic[M]):
         if not replica.is_ready:
             return
         replica.is_ready, replica.reason = False, reason
-        self.losses += 1
         self._check_available()
         replica.recovery = asyncio.ensure_future(self._recover_and_use(replica, hangs))
 
@@ -216,18 +201,7 @@ class ReplicaPool(ABC, Generic[M]):
         self._changed = asyncio.Event()
 
 
-class PooledEngine(ReplicaHandle, Protocol):
-    """A rollout engine as the pool sees it; it is ready when its weights have been verified."""
-
-    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion: ...
-    async def generate_all(self, requests: Sequence[Request]) -> list[Completion]: ...
-
-    async def disable(self, reason: str) -> None:
-        """Reject requests until the engine has been restarted: one of them has timed out."""
-        ...
-
-
-class EnginePool(ReplicaPool[PooledEngine]):
+class EnginePool(ReplicaPool[ManagedEngine]):
     """Routes by outstanding work: tokens of the prompt plus tokens that may still be generated.
 
     Responses to the same prompt go to the same engine, which then computes the prompt once, up to `SPILL` of them.
@@ -240,7 +214,7 @@ class EnginePool(ReplicaPool[PooledEngine]):
 
     def __init__(
         self,
-        view: EngineView[Any],
+        view: EngineView,
         *,
         stall_timeout_s: float = 1800.0,
         recovery_timeout_s: float = 3600.0,
@@ -261,9 +235,9 @@ class EnginePool(ReplicaPool[PooledEngine]):
         self._view_version = view.version
         self._affinities: dict[tuple[int, ...], PromptAffinity] = {}
 
-    async def update(self, view: EngineView[Any]) -> None:
+    async def update(self, view: EngineView) -> None:
         """Send requests to the engines of `view` from now on; return when none runs on an engine that left."""
-        left: list[Replica[PooledEngine]] = []
+        left: list[Replica[ManagedEngine]] = []
         if view.version > self._view_version:  # else a newer view was faster
             self._view_version = view.version
             left = [replica for replica_id, replica in self._replicas.items() if replica_id not in view.engines]
@@ -271,13 +245,12 @@ class EnginePool(ReplicaPool[PooledEngine]):
                 self._forget(replica)
             for engine_id, engine in view.engines.items():
                 self._replicas.setdefault(engine_id, Replica(engine_id, engine))
-            self._id_range = max([self._id_range, *(replica_id + 1 for replica_id in self._replicas)])
             self._check_available()
             self._notify()
         while any(replica.load for replica in left):
             await self._changed.wait()
 
-    def _forget(self, replica: Replica[PooledEngine]) -> None:
+    def _forget(self, replica: Replica[ManagedEngine]) -> None:
         replica.has_left, replica.is_ready = True, False
         if replica.recovery is not None:
             replica.recovery.cancel()
@@ -287,26 +260,21 @@ class EnginePool(ReplicaPool[PooledEngine]):
         self, token_ids: Sequence[int], sampling: SamplingParams, turns: PromptAffinity | None = None
     ) -> Completion:
         """Return one response; engines that are lost meanwhile are invisible to the caller."""
-        tokens = len(token_ids) + sampling.max_tokens
 
-        async def send(replica: Replica[PooledEngine]) -> Completion:
+        async def send(replica: Replica[ManagedEngine]) -> Completion:
             return replace(await replica.handle.generate(token_ids, sampling), engine=replica.id)
 
-        if turns is not None and turns.replica_id is not None:
-            return await self._request(send, tokens, [token_ids], affinity=turns)
-        with self._share_affinity(token_ids) as affinity:
-            return await self._request(send, tokens, [token_ids], affinity=affinity)
+        is_first = turns is None or turns.replica_id is None
+        with self._share_affinity(token_ids) if is_first else nullcontext(turns) as affinity:
+            tokens = len(token_ids) + sampling.max_tokens
+            completion = await self._request(send, tokens, [token_ids], affinity=affinity)
+        if turns is not None:
+            turns.replica_id = completion.engine
+        return completion
 
     def start_episode(self) -> Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]:
         """Return `generate` for the turns of an episode: they stay on one engine, which has the earlier ones cached."""
-        turns = PromptAffinity()
-
-        async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-            completion = await self.generate(token_ids, sampling, turns)
-            turns.replica_id = completion.engine
-            return completion
-
-        return generate
+        return partial(self.generate, turns=PromptAffinity())
 
     @contextmanager
     def _share_affinity(self, token_ids: Sequence[int]) -> Iterator[PromptAffinity]:
@@ -339,34 +307,25 @@ class EnginePool(ReplicaPool[PooledEngine]):
                 batch.cancel()
         return [replies[index % count][index // count] for index in range(len(requests))]
 
-    @property
-    def states(self) -> dict[int, EngineState]:
-        return {
-            replica_id: EngineState.READY if replica.is_ready else EngineState.LOST
-            for replica_id, replica in self._replicas.items()
-        }
-
     async def _generate_batch(self, batch: Sequence[Request], preferred: int) -> list[Completion]:
         tokens = sum(len(token_ids) + sampling.max_tokens for token_ids, sampling in batch)
         prompts = [token_ids for token_ids, _ in batch]
 
-        async def send(replica: Replica[PooledEngine]) -> list[Completion]:
+        async def send(replica: Replica[ManagedEngine]) -> list[Completion]:
             return [replace(each, engine=replica.id) for each in await replica.handle.generate_all(batch)]
 
         return await self._request(send, tokens, prompts, preferred)
 
     async def _request(
         self,
-        send: Callable[[Replica[PooledEngine]], Awaitable[T]],
+        send: Callable[[Replica[ManagedEngine]], Awaitable[T]],
         tokens: int,
         prompts: Sequence[Sequence[int]],
         preferred: int | None = None,
         affinity: PromptAffinity | None = None,
     ) -> T:
         try:
-            return await self._request_with_retry(
-                send, tokens, [], MAX_LOSSES, preferred=preferred, affinity=affinity, requests=len(prompts)
-            )
+            return await self._request_with_retry(send, tokens, [], MAX_LOSSES, preferred=preferred, affinity=affinity)
         except PoisonRequestError as losses:
             subject = f"{len(prompts)} requests, the first" if len(prompts) > 1 else "a request"
             raise EngineError(
@@ -376,7 +335,7 @@ class EnginePool(ReplicaPool[PooledEngine]):
                 "(actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs)"
             ) from None
 
-    async def _await_reply(self, replica: Replica[PooledEngine], request: asyncio.Future[T]) -> T:
+    async def _await_reply(self, replica: Replica[ManagedEngine], request: asyncio.Future[T]) -> T:
         """Return the reply; `ProcessLostError` also if the engine has finished nothing for too long."""
         clock = asyncio.get_running_loop().time
         since = clock()
@@ -392,7 +351,7 @@ class EnginePool(ReplicaPool[PooledEngine]):
         replica.last_finish = clock()
         return reply
 
-    async def _recover(self, replica: Replica[PooledEngine], hangs: bool) -> None:
+    async def _recover(self, replica: Replica[ManagedEngine], hangs: bool) -> None:
         if hangs:  # its heartbeat may still be fine
             with suppress(EngineError, asyncio.TimeoutError):
                 await with_timeout(replica.handle.disable(replica.reason), self._reply_timeout_s)

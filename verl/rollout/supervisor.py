@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from verl.errors import EngineError, ProcessLostError, TrainerLostError
-from verl.rollout.membership import EngineMembership
+from verl.rollout.engine import EngineView, ManagedEngine
 from verl.waiting import Waits, with_timeout
 from verl.weights.sync import Receiver
 
@@ -54,38 +54,6 @@ _STARTED = (*_ACTIVE, EngineState.SYNCING, EngineState.PROBING)
 _LEAVING = (EngineState.DRAINING, EngineState.LEFT)
 
 
-class SupervisedEngine(Receiver, Protocol):
-    """A rollout engine as its supervisor sees it: the handle stays, the process behind it may be replaced.
-
-    Engines start disabled and reject requests (`generate`, `generate_all`) with `ProcessLostError` until their weights
-    have been verified. Before the engine has started, all methods but `is_ready` do so.
-    """
-
-    async def is_ready(self) -> bool:
-        """Return whether it is enabled and can generate; the heartbeat. `ProcessLostError` without a process."""
-        ...
-
-    async def enable(self, version: int) -> None:
-        """Accept requests from now on; `ProcessLostError` unless the engine has `version`, unlike a new process."""
-        ...
-
-    async def sleep(self) -> None:
-        """Free the device's memory until weights are loaded; `is_ready` does not change."""
-        ...
-
-    async def end(self) -> None:
-        """End the process, whatever its state; returns once it can no longer reply to anyone."""
-        ...
-
-    async def start(self) -> None:
-        """Start a new, disabled process in place of the old one; returns when the engine can generate."""
-        ...
-
-    async def close(self) -> None:
-        """End the process for good."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class EngineEvent:
     """A change of an engine's state. `seconds` since the engine was lost, or was added; 0 if it is up."""
@@ -108,7 +76,7 @@ class EngineSlot:
     """One engine and its state."""
 
     engine_id: int
-    engine: SupervisedEngine
+    engine: ManagedEngine
     state: EngineState = EngineState.STARTING
     task: asyncio.Future[None] | None = None  # supervises the engine
     reason: str = ""  # of the last loss
@@ -137,13 +105,14 @@ class EngineSupervisor:
     `run_while_available` and `active` raise. Every change of state is reported. With `shares_devices`, engines sleep
     and none starts between `free_devices` and `allow_starts`.
 
-    An engine that joins is started, synced, probed and enabled like one that was lost; then pools send requests to it.
-    An engine that leaves finishes its requests first.
+    An engine that joins is started, synced, probed and enabled like one that was lost; then it is in the `view`, which
+    pools, also in other processes, follow. An engine that leaves is withdrawn from the view, and finishes its requests.
+    An id is never used twice.
     """
 
     def __init__(
         self,
-        membership: EngineMembership[Any],
+        engines: Iterable[Any],
         report: Callable[[EngineEvent], None],
         *,
         heartbeat_s: float = 10.0,
@@ -153,8 +122,10 @@ class EngineSupervisor:
         backoff_s: float = 1.0,
         shares_devices: bool = False,
     ) -> None:
-        self._membership, self._report = membership, report
-        self._slots = {engine_id: EngineSlot(engine_id, engine) for engine_id, engine in membership.engines.items()}
+        self._report, self.view = report, EngineView.of(engines)
+        self._slots = {engine_id: EngineSlot(engine_id, engine) for engine_id, engine in self.view.engines.items()}
+        self._next_id = len(self._slots)
+        self._followers: list[Callable[[EngineView], Awaitable[None]]] = []
         self._heartbeat_s, self._reply_timeout_s = heartbeat_s, reply_timeout_s
         self._start_timeout_s = start_timeout_s
         self._max_restarts, self._backoff_s = max_restarts, backoff_s
@@ -180,12 +151,12 @@ class EngineSupervisor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def add(self, spawn: Callable[[int], SupervisedEngine]) -> int:
+    def add(self, spawn: Callable[[int], Any]) -> int:
         """Let an engine join during the run; return its id. `spawn` returns the engine, not yet started, for its id."""
-        engine_id = self._membership.add(spawn)
-        slot = EngineSlot(engine_id, self._membership.engines[engine_id], joins=True)
+        engine_id = self._next_id
+        self._next_id += 1
+        slot = self._slots[engine_id] = EngineSlot(engine_id, spawn(engine_id), joins=True)
         slot.down_since = asyncio.get_running_loop().time()
-        self._slots[engine_id] = slot
         self._start_task(slot, self._supervise(slot))
         return engine_id
 
@@ -200,18 +171,32 @@ class EngineSupervisor:
         if all(other is slot or other.state in (*_LEAVING, EngineState.GIVEN_UP) for other in self._slots.values()):
             raise ValueError(f"rollout engine {engine_id} cannot leave: no other engine would be left")
         self._set_state(slot, EngineState.DRAINING if slot.state in _ACTIVE else EngineState.LEFT)
-        withdrawal = self._membership.withdraw(engine_id)
+        withdrawal = self._publish({other: engine for other, engine in self.view.engines.items() if other != engine_id})
         if (supervision := slot.task) is not None:
             supervision.cancel()
         self._start_task(slot, self._leave(slot, supervision, withdrawal, drain_timeout_s))
         assert slot.task is not None
         await asyncio.shield(slot.task)  # it goes on if the caller does not wait
 
+    def follow(self, follower: Callable[[EngineView], Awaitable[None]]) -> None:
+        """Call `follower` with each new view; it returns when it has no request left on engines outside the view."""
+        self._followers.append(follower)
+
+    def _publish(self, engines: Mapping[int, Any]) -> asyncio.Future[Any]:
+        """Let pools send requests to `engines` only. The result is done when all followers have changed over."""
+        self.view = EngineView(self.view.version + 1, engines)
+        return asyncio.gather(*(follower(self.view) for follower in self._followers))
+
     async def run_while_available(self, work: Awaitable[T]) -> T:
         """Return the result of `work`; raise as soon as no engine is left that it could wait for."""
         if self._has_failed:
             asyncio.get_running_loop().call_soon(self._waits.interrupt, self._failure())
         return await self._waits.wait(work)
+
+    @property
+    def engines(self) -> list[Any]:
+        """All engines, also those that are not in the view."""
+        return [slot.engine for slot in self._slots.values()]
 
     @property
     def states(self) -> dict[int, EngineState]:
@@ -247,8 +232,8 @@ class EngineSupervisor:
         if slot.state is not state:  # it was lost in the meantime, or leaves
             return
         self._set_state(slot, EngineState.READY)
-        if engine_id not in self._membership.view.engines:
-            self._publishing = asyncio.ensure_future(self._membership.publish(engine_id))
+        if engine_id not in self.view.engines:
+            self._publishing = self._publish({**self.view.engines, engine_id: slot.engine})
             self._publishing.add_done_callback(self._on_task_done)
 
     async def free_devices(self) -> None:
@@ -348,7 +333,6 @@ class EngineSupervisor:
             slot.has_ended.set()
         self._check_ended(slot, "it was to leave")
         del self._slots[slot.engine_id]
-        self._membership.remove(slot.engine_id)
         self._fail_without_engines()
 
     async def _end(self, slot: EngineSlot) -> None:

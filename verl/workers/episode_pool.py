@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.agents.deterministic_batcher import resolve_futures
 from verl.cluster.actors import RemoteActor, kill_actor
@@ -15,31 +14,26 @@ from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, Deadlines, Heart
 from verl.config.schema.root import Config
 from verl.rewards.result import FailureTracker, truncate
 from verl.rewards.reward_function import resolve_scorer
-from verl.rollout.membership import EngineView
+from verl.rollout.engine import EngineView
 from verl.rollout.supervisor import EngineSupervisor
 from verl.types import SampleHandle, SamplePreview, SamplingParams
 from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
 from verl.workers.rewards import RemoteRewardModel
-from verl.workers.rollout import RemoteEngine
 
 
 class RemoteEpisodeWorker(RemoteActor):
     """The client of one episode worker."""
 
     kind = "episode worker"
+    methods: ClassVar = {"ping": "reply", "preview_sample": "reply"}
 
     def __init__(self, actor: Any, index: int, deadlines: Deadlines) -> None:
         super().__init__(actor, index, deadlines)
-        self._heartbeat = HeartbeatMonitor(
-            partial(self._call, "ping", deadline=deadlines.reply), deadlines.reply.seconds
-        )
+        self._heartbeat = HeartbeatMonitor(self.ping, deadlines.reply.seconds)
 
     async def run(self, method: str, work: Any) -> Any:
         """Run episodes without a timeout: engines and rewards have theirs, the worker only has to respond to pings."""
         return await self._heartbeat.watch(self._call(method, work, deadline=None))
-
-    async def preview_sample(self, split: str, data_source: str | None) -> SamplePreview | None:
-        return await self._call("preview_sample", split, data_source, deadline=self.deadlines.reply)
 
 
 class EpisodePool:
@@ -64,7 +58,7 @@ class EpisodePool:
         pool: PlacementPool,
         count: int,
         settings: EpisodeSettings,
-        engines: EngineView[RemoteEngine],
+        engines: EngineView,
         reward_models: Sequence[RemoteRewardModel] = (),
         *,
         deterministic: bool = False,
@@ -78,7 +72,7 @@ class EpisodePool:
     async def start(self) -> None:
         await asyncio.gather(*(worker.start() for worker in self._workers))
 
-    async def update_engines(self, view: EngineView[RemoteEngine]) -> None:
+    async def update_engines(self, view: EngineView) -> None:
         """Let all workers use these engines; return when no request runs on an engine that left."""
         await asyncio.gather(*(worker.run("update_engines", view) for worker in self._workers))
 

@@ -47,11 +47,10 @@ from verl.rewards.models.tokenization import build_encoder
 from verl.rewards.pool.pool import RewardClient, open_rewards
 from verl.rewards.result import RewardInput, RewardResult, make_failure
 from verl.rewards.settings import OverlongPenalty, RewardPoolSettings
-from verl.rollout.membership import EngineView
+from verl.rollout.engine import EngineView
 from verl.rollout.replica_pool import EnginePool
 from verl.types import Failed, Prompt, Sample, SampleHandle, SamplePreview, SamplingParams
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool
-from verl.workers.rollout import RemoteEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +102,7 @@ class EpisodeWorker:
     def __init__(
         self,
         settings: EpisodeSettings,
-        engines: EngineView[RemoteEngine],
+        engines: EngineView,
         reward_models: Sequence[RemoteRewardModel] = (),
     ) -> None:
         self._settings, self._engines, self._reward_models = settings, engines, reward_models
@@ -189,7 +188,7 @@ class EpisodeWorker:
             self._reporting = asyncio.ensure_future(asyncio.to_thread(report))  # the loop keeps only weak references
         return result
 
-    async def update_engines(self, view: EngineView[RemoteEngine]) -> None:
+    async def update_engines(self, view: EngineView) -> None:
         """Use these engines from now on; return when no request runs on an engine that left."""
         await self._pool.update(view)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pkgutil import resolve_name
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from verl.cluster.actors import RemoteActor, kill_actor, use_accelerators
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, HeartbeatMonitor
@@ -79,12 +79,10 @@ class RemoteRewardModel(RemoteActor):
 
     kind = "reward model"
     actor_class = RewardActor
+    methods: ClassVar = {"is_ready": "reply"}
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
         return await self._call("score", token_ids, deadline=None)  # the actor and the pool have deadlines
-
-    async def is_ready(self) -> bool:
-        return await self._call("is_ready", deadline=self.deadlines.reply)
 
     async def report_lost(self, reason: str) -> None:
         await asyncio.to_thread(report_restart, f"start again ({reason})", self.target, self.deadlines.start)

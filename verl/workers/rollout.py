@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.cluster.actors import RemoteActor, use_accelerators
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, Deadlines, Progress
@@ -147,6 +147,12 @@ class RemoteEngine(RemoteActor):
 
     kind = "rollout engine"
     actor_class = RolloutActor
+    methods: ClassVar = {
+        "generate_all": "generation",
+        **dict.fromkeys(("is_ready", "enable", "disable"), "reply"),
+        **dict.fromkeys(("start_weight_update", "load_bucket", "finish_weight_update"), "weights"),
+        **dict.fromkeys(("compute_logprobs", "version", "sleep"), "weights"),
+    }
 
     def __init__(self, actor: Any, index: int, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
         super().__init__(actor, index, deadlines)
@@ -156,33 +162,3 @@ class RemoteEngine(RemoteActor):
         return await self._call(
             "generate", token_ids, sampling, deadline=self.deadlines.generation, progress=self._progress
         )
-
-    async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
-        return await self._call("generate_all", requests, deadline=self.deadlines.generation)
-
-    async def is_ready(self) -> bool:
-        return await self._call("is_ready", deadline=self.deadlines.reply)
-
-    async def enable(self, version: int) -> None:
-        await self._call("enable", version, deadline=self.deadlines.reply)
-
-    async def disable(self, reason: str) -> None:
-        await self._call("disable", reason, deadline=self.deadlines.reply)
-
-    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._call("compute_logprobs", token_ids, deadline=self.deadlines.weights)
-
-    async def start_weight_update(self) -> None:
-        await self._call("start_weight_update", deadline=self.deadlines.weights)
-
-    async def load_bucket(self, bucket: Any) -> None:
-        await self._call("load_bucket", bucket, deadline=self.deadlines.weights)
-
-    async def finish_weight_update(self, version: int) -> None:
-        await self._call("finish_weight_update", version, deadline=self.deadlines.weights)
-
-    async def sleep(self) -> None:
-        await self._call("sleep", deadline=self.deadlines.weights)
-
-    async def version(self) -> int:
-        return await self._call("version", deadline=self.deadlines.weights)

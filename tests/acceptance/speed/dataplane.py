@@ -46,7 +46,7 @@ class SyntheticEpisodes:
         from fake_rollout_engine import FakeRolloutEngine
 
         from verl.agents.episode import EpisodeRunner
-        from verl.rollout.membership import EngineView
+        from verl.rollout.engine import EngineView
         from verl.rollout.replica_pool import EnginePool
 
         async def score(*_: Any) -> Scored:

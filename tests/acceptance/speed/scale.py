@@ -33,7 +33,7 @@ from verl.config.load import load
 from verl.config.schema import Config
 from verl.data.samplers import PromptStream, SequentialSampler
 from verl.rewards.result import FailureTracker
-from verl.rollout.membership import EngineMembership, EngineView
+from verl.rollout.engine import EngineView
 from verl.rollout.replica_pool import EnginePool
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.build.placement import place_engines
@@ -95,15 +95,14 @@ class Controller:
         self.policy = PolicyGroup.spawn(pool, ranks, deadlines=deadlines(config))
         self.engines = place_engines(config, pool, "cuda", ["0"] * ranks)
         self.workers = max(1, ranks // RANKS_PER_EPISODE_WORKER)
-        membership = EngineMembership(self.engines)
+        self.supervisor = build_supervisor(config, self.engines, RestartTracker(console), shares_devices=True)
         settings = episode_settings(config, {}, self.workers)
-        episodes = EpisodePool.spawn(pool, self.workers, settings, membership.view)
+        episodes = EpisodePool.spawn(pool, self.workers, settings, self.supervisor.view)
         await asyncio.gather(
             self.policy.start(train_settings(config, 1000, "cuda")),
             episodes.start(),
             *(engine.start() for engine in self.engines),
         )
-        self.supervisor = build_supervisor(config, membership, RestartTracker(console), shares_devices=True)
         client = EpisodeClient(config, episodes, self.supervisor, FailureTracker(0.0, self.size.samples), (0,))
         stream = PromptStream(SequentialSampler(10**9))
         self.buffer = EpisodeBuffer(client.run_group, stream, config.data.train_batch_size)

@@ -8,7 +8,7 @@ from verl.config.features import scores_responses, uses_critic, uses_task_reward
 from verl.config.load import load
 from verl.config.schema import Config
 from verl.errors import ConfigError
-from verl.rollout.membership import EngineView
+from verl.rollout.engine import EngineView
 from verl.trainer.build.algorithm_settings import algorithm_settings
 from verl.trainer.build.worker_settings import episode_settings, train_settings
 from verl.workers.episodes import EpisodeWorker

@@ -7,9 +7,10 @@ import pytest
 from simulated_clock import simulate
 
 from tests.fake_rollout_engine import FakeRolloutEngine
+from tests.observed_pool import ObservedPool
 from verl.errors import EngineError, ProcessLostError
-from verl.rollout.membership import EngineView
-from verl.rollout.replica_pool import MAX_LOSSES, SPILL, EnginePool, Request
+from verl.rollout.engine import EngineView
+from verl.rollout.replica_pool import MAX_LOSSES, SPILL, Request
 from verl.rollout.supervisor import EngineState
 from verl.types import Completion, SamplingParams
 
@@ -81,7 +82,7 @@ def in_simulated_time(test):  # type: ignore[no-untyped-def]
 @in_simulated_time
 async def test_requests_of_one_size_are_spread_evenly() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     await asyncio.gather(*(pool.generate([1, token], SHORT) for token in range(10)))
     assert [len(engine.requests) for engine in engines] == [5, 5]
     assert pool.load == (0, 0)
@@ -90,7 +91,7 @@ async def test_requests_of_one_size_are_spread_evenly() -> None:
 @in_simulated_time
 async def test_a_long_request_keeps_others_away_from_its_engine() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     sizes = [40, *[4] * 6]
     await asyncio.gather(*(pool.generate([1], SamplingParams(max_tokens=size)) for size in sizes))
     assert sorted(len(engine.requests) for engine in engines) == [1, 6]
@@ -99,7 +100,7 @@ async def test_a_long_request_keeps_others_away_from_its_engine() -> None:
 @in_simulated_time
 async def test_requests_of_an_engine_that_dies_run_again_elsewhere_exactly_as_they_were_asked() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     asked = [pool.generate([number], SamplingParams(max_tokens=9, seed=number)) for number in range(6)]
     answers = asyncio.gather(*asked)
     await asyncio.sleep(2)
@@ -117,7 +118,7 @@ async def test_requests_of_an_engine_that_dies_run_again_elsewhere_exactly_as_th
 @in_simulated_time
 async def test_an_engine_that_comes_back_is_used_again() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     engines[0].die()
     await asyncio.gather(*(pool.generate([token], SHORT) for token in range(4)))
     assert pool.states == {0: LOST, 1: READY}
@@ -142,14 +143,14 @@ async def test_an_engine_that_answers_nonsense_is_asked_again() -> None:
     engine = Confused()
     engine.die()
     asyncio.get_running_loop().call_later(1, engine.come_back)
-    await EnginePool(EngineView.of([engine])).generate([1], SHORT)
+    await ObservedPool(EngineView.of([engine])).generate([1], SHORT)
     assert engine.asked >= 3
 
 
 @in_simulated_time
 async def test_requests_wait_for_the_first_engine_that_comes_back() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     for engine in engines:
         engine.die()
     asyncio.get_running_loop().call_later(100, engines[1].come_back)
@@ -160,7 +161,7 @@ async def test_requests_wait_for_the_first_engine_that_comes_back() -> None:
 @in_simulated_time
 async def test_when_none_comes_back_the_wait_ends_and_says_how_they_were_lost() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines), recovery_timeout_s=300)
+    pool = ObservedPool(EngineView.of(engines), recovery_timeout_s=300)
     for engine in engines:
         engine.die()
     with pytest.raises(EngineError, match=r"recovered within 300 s.*engine 0: no process; engine 1: no process"):
@@ -171,7 +172,7 @@ async def test_when_none_comes_back_the_wait_ends_and_says_how_they_were_lost() 
 async def test_an_engine_that_finishes_nothing_is_shut_and_its_requests_go_elsewhere() -> None:
     engines = [Engine(), Engine()]
     engines[0].hangs = True
-    pool = EnginePool(EngineView.of(engines), stall_timeout_s=50)
+    pool = ObservedPool(EngineView.of(engines), stall_timeout_s=50)
     await asyncio.gather(*(pool.generate([1, 2, token], SamplingParams(max_tokens=8)) for token in range(2)))
     await asyncio.sleep(10)
     assert "engine 0 has finished no request for 50 s, with 11 tokens" in engines[0].was_shut
@@ -187,7 +188,7 @@ async def test_a_request_that_waits_behind_others_is_not_taken_for_a_hang() -> N
             async with self.turn:
                 return await super().generate(token_ids, sampling)
 
-    pool = EnginePool(EngineView.of([OneAtATime()]), stall_timeout_s=10)
+    pool = ObservedPool(EngineView.of([OneAtATime()]), stall_timeout_s=10)
     assert len(await asyncio.gather(*(pool.generate([1], SHORT) for _ in range(8)))) == 8  # the last waits 32 s
     assert pool.losses == 0
 
@@ -202,7 +203,7 @@ async def test_a_request_that_ends_every_engine_is_named() -> None:
             return await super().generate(token_ids, sampling)
 
     engines = [Fragile(), Fragile()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     with pytest.raises(EngineError, match=r"3 tokens that begin with \[6, 6, 6\].*engine 0: killed"):
         await pool.generate([6, 6, 6], SHORT)
     assert sum(len(engine.requests) for engine in engines) == MAX_LOSSES
@@ -211,7 +212,7 @@ async def test_a_request_that_ends_every_engine_is_named() -> None:
 @in_simulated_time
 async def test_a_request_is_not_blamed_for_engines_that_are_gone_when_it_comes() -> None:
     engines = [Engine() for _ in range(2 * MAX_LOSSES)]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     for engine in engines:
         engine.die()
     asyncio.get_running_loop().call_later(60, engines[0].come_back)
@@ -225,7 +226,7 @@ async def test_an_error_of_the_request_is_its_own_and_nobody_is_lost() -> None:
         async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
             raise EngineError("longer than max_model_len")
 
-    pool = EnginePool(EngineView.of([Refusing()]))
+    pool = ObservedPool(EngineView.of([Refusing()]))
     with pytest.raises(EngineError, match="max_model_len"):
         await pool.generate([1], SHORT)
     assert pool.states == {0: READY}
@@ -235,7 +236,7 @@ async def test_an_error_of_the_request_is_its_own_and_nobody_is_lost() -> None:
 async def test_together_each_engine_gets_its_share_in_one_call_and_answers_keep_their_order() -> None:
     engines = [Engine(), Engine(), Engine()]
     requests = [([number], SamplingParams(max_tokens=3, seed=number)) for number in range(7)]
-    answers = await EnginePool(EngineView.of(engines)).generate_all(requests)
+    answers = await ObservedPool(EngineView.of(engines)).generate_all(requests)
     assert [engine.batches for engine in engines] == [[requests[place::3]] for place in range(3)]
     alone = FakeRolloutEngine()
     assert [answer.token_ids for answer in answers] == [(await alone.generate(*r)).token_ids for r in requests]
@@ -246,7 +247,7 @@ async def test_the_batch_of_a_lost_engine_runs_again_unchanged_and_beside_no_oth
     engines = [Engine(), Engine()]
     requests = [([number], SamplingParams(max_tokens=3, seed=number)) for number in range(5)]
     asyncio.get_running_loop().call_later(1, engines[0].die)
-    await EnginePool(EngineView.of(engines)).generate_all(requests)
+    await ObservedPool(EngineView.of(engines)).generate_all(requests)
     assert engines[1].batches == [requests[1::2], requests[0::2]]
     assert asyncio.get_running_loop().time() == pytest.approx(6)  # one after the other
 
@@ -254,7 +255,7 @@ async def test_the_batch_of_a_lost_engine_runs_again_unchanged_and_beside_no_oth
 @in_simulated_time
 async def test_fewer_requests_than_engines_and_none_at_all() -> None:
     engines = [Engine(), Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     assert await pool.generate_all([]) == []
     assert len(await pool.generate_all([([1], SHORT)])) == 1
     assert [len(engine.batches) for engine in engines] == [1, 0, 0]
@@ -262,13 +263,13 @@ async def test_fewer_requests_than_engines_and_none_at_all() -> None:
 
 def test_an_empty_pool_is_refused() -> None:
     with pytest.raises(EngineError, match="num_engines"):
-        EnginePool(EngineView.of([]))
+        ObservedPool(EngineView.of([]))
 
 
 @in_simulated_time
 async def test_responses_to_a_prompt_go_to_one_engine_and_other_prompts_elsewhere() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     prompts = [[1, 2], [3, 4]]
     await asyncio.gather(*(pool.generate(prompt, SHORT) for prompt in prompts for _ in range(8)))
     assert sorted([*prompt] for engine in engines for prompt in {tuple(one) for one, _ in engine.requests}) == prompts
@@ -278,7 +279,7 @@ async def test_responses_to_a_prompt_go_to_one_engine_and_other_prompts_elsewher
 @in_simulated_time
 async def test_a_prompt_with_many_responses_spills_over_to_idle_engines() -> None:
     engines = [Engine() for _ in range(4)]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     await asyncio.gather(*(pool.generate([1, 2], SHORT) for _ in range(64)))
     assert (
         max(len(engine.requests) for engine in engines) - min(len(engine.requests) for engine in engines) <= SPILL + 1
@@ -287,7 +288,7 @@ async def test_a_prompt_with_many_responses_spills_over_to_idle_engines() -> Non
 
 @in_simulated_time
 async def test_nothing_is_remembered_of_prompts_that_are_done() -> None:
-    pool = EnginePool(EngineView.of([Engine(), Engine()]))
+    pool = ObservedPool(EngineView.of([Engine(), Engine()]))
     await asyncio.gather(*(pool.generate([prompt], SHORT) for prompt in range(10)))
     assert not pool._affinities
 
@@ -295,7 +296,7 @@ async def test_nothing_is_remembered_of_prompts_that_are_done() -> None:
 @in_simulated_time
 async def test_the_turns_of_an_episode_stay_on_one_engine_between_which_others_run() -> None:
     engines = [Engine(), Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     generate = pool.start_episode()
     used = []
     for turn in range(6):
@@ -307,7 +308,7 @@ async def test_the_turns_of_an_episode_stay_on_one_engine_between_which_others_r
 @in_simulated_time
 async def test_an_episode_leaves_an_engine_that_is_lost() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     generate = pool.start_episode()
     first = (await generate([1], SHORT)).engine
     engines[first].die()
@@ -316,14 +317,14 @@ async def test_an_episode_leaves_an_engine_that_is_lost() -> None:
     assert (await generate([1, 2, 3], SHORT)).engine == second  # it does not go back
 
 
-def view(version: int, engines: dict[int, Engine]) -> EngineView[Engine]:
+def view(version: int, engines: dict[int, Engine]) -> EngineView:
     return EngineView(version, engines)
 
 
 @in_simulated_time
 async def test_an_engine_that_joined_gets_requests() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(view(0, {0: engines[0]}))
+    pool = ObservedPool(view(0, {0: engines[0]}))
     running = [asyncio.ensure_future(pool.generate([prompt], SHORT)) for prompt in range(4)]
     await asyncio.sleep(0)
     await pool.update(view(1, {0: engines[0], 7: engines[1]}))
@@ -335,7 +336,7 @@ async def test_an_engine_that_joined_gets_requests() -> None:
 @in_simulated_time
 async def test_an_engine_that_left_finishes_its_requests_and_gets_no_more() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     running = [asyncio.ensure_future(pool.generate([prompt], SHORT)) for prompt in range(4)]
     await asyncio.sleep(1)
     updating = asyncio.ensure_future(pool.update(view(1, {1: engines[1]})))
@@ -352,7 +353,7 @@ async def test_an_engine_that_left_finishes_its_requests_and_gets_no_more() -> N
 async def test_requests_on_an_engine_that_ends_when_it_leaves_run_again_without_blame() -> None:
     engines = [Engine() for _ in range(MAX_LOSSES + 3)]
     present = dict(enumerate(engines))
-    pool = EnginePool(view(0, present))
+    pool = ObservedPool(view(0, present))
     reply = asyncio.ensure_future(pool.generate([1], SHORT))
     for version in range(1, MAX_LOSSES + 2):
         await asyncio.sleep(1)
@@ -369,7 +370,7 @@ async def test_requests_on_an_engine_that_ends_when_it_leaves_run_again_without_
 @in_simulated_time
 async def test_an_older_view_that_arrives_late_is_ignored() -> None:
     engines = [Engine(), Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     await pool.update(view(2, {1: engines[1], 2: engines[2]}))
     await pool.update(view(1, dict(enumerate(engines))))
     assert pool.states == {1: READY, 2: READY}
@@ -378,7 +379,7 @@ async def test_an_older_view_that_arrives_late_is_ignored() -> None:
 @in_simulated_time
 async def test_a_lost_engine_that_leaves_is_not_asked_any_more() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     engines[0].die()
     await asyncio.gather(*(pool.generate([prompt], SHORT) for prompt in range(2)))
     assert pool.states == {0: LOST, 1: READY}
@@ -391,7 +392,7 @@ async def test_a_lost_engine_that_leaves_is_not_asked_any_more() -> None:
 @in_simulated_time
 async def test_an_episode_moves_on_when_its_engine_left() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines))
+    pool = ObservedPool(EngineView.of(engines))
     generate = pool.start_episode()
     first = (await generate([1], SHORT)).engine
     await pool.update(view(1, {1 - first: engines[1 - first]}))
@@ -401,7 +402,7 @@ async def test_an_episode_moves_on_when_its_engine_left() -> None:
 @in_simulated_time
 async def test_without_engines_requests_and_batches_wait_for_one_that_joins() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(EngineView.of(engines[:1]))
+    pool = ObservedPool(EngineView.of(engines[:1]))
     await pool.update(view(1, {}))
     waiting = asyncio.gather(pool.generate([1], SHORT), pool.generate_all([([2], SHORT), ([3], SHORT)]))
     await asyncio.sleep(100)

@@ -8,7 +8,7 @@ import pytest
 from simulated_clock import simulate
 
 from verl.errors import EngineError, ProcessLostError
-from verl.rollout.membership import EngineMembership, EngineView
+from verl.rollout.engine import EngineView
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
 from verl.waiting import with_timeout
 from verl.weights.sync import HostTransport, Probe, WeightSync
@@ -118,12 +118,11 @@ class Scene:
     def __init__(self, count: int, **settings: Any) -> None:
         self.events: list[EngineEvent] = []
         self.model, self.engines = Model(), [Engine() for _ in range(count)]
-        self.membership = EngineMembership(self.engines)
         self.views: list[list[int]] = []  # that pools were told
         self.pools_are_idle = asyncio.Event()
         self.pools_are_idle.set()
-        self.membership.follow(self.update_pools)
-        self.supervisor = EngineSupervisor(self.membership, self.events.append, **settings)
+        self.supervisor = EngineSupervisor(self.engines, self.events.append, **settings)
+        self.supervisor.follow(self.update_pools)
         self.weights = WeightSync(self.model, self.supervisor, HostTransport(), PROBE)
 
     async def start(self) -> None:
@@ -131,7 +130,7 @@ class Scene:
         await self.weights.sync(0)
         self.events.clear()
 
-    async def update_pools(self, view: EngineView[Engine]) -> None:
+    async def update_pools(self, view: EngineView) -> None:
         self.views.append(list(view.engines))
         await self.pools_are_idle.wait()
 
@@ -473,7 +472,7 @@ async def test_an_engine_that_leaves_finishes_its_requests_with_the_current_weig
     assert run.moves_of(0) == ["draining", "left"]
     assert run.engines[0].is_closed
     assert run.supervisor.states.keys() == {1}
-    assert run.membership.engines.keys() == {1}
+    assert run.supervisor.engines == [run.engines[1]]
     await run.step(2)
     assert [engine.held for engine in run.engines] == [1, 2]
     assert run.supervisor.add(run.spawn) == 2, "ids are not used again"

@@ -14,7 +14,7 @@ from verl.config.load import load_dict
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
 from verl.rewards.settings import RewardModelSettings
-from verl.rollout.membership import EngineView
+from verl.rollout.engine import EngineView
 from verl.rollout.vllm.reward_model import VllmRewardModel
 from verl.trainer.build.preflight import check_files
 from verl.trainer.build.worker_settings import episode_settings, reward_model_settings

@@ -15,7 +15,7 @@ from verl.config.load import load, load_dict
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
-from verl.rollout.membership import EngineView
+from verl.rollout.engine import EngineView
 from verl.rollout.vllm.settings import AdapterSettings, VllmSettings
 from verl.trainer.build.algorithm_settings import algorithm_settings
 from verl.trainer.build.rl_builder import RLBuilder
@@ -389,7 +389,7 @@ def test_the_chunk_of_logits_is_a_setting_of_policy_and_reference() -> None:
 def test_overlong_shaping_applies_to_the_episodes() -> None:
     data: dict[str, DatasetSettings] = {}
     shaped = ("reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=20", "data.max_response_length=100")
-    engines = EngineView[Any].of([])
+    engines = EngineView.of([])
     settings = episode_settings(config_of(*shaped), data, 1)
     assert EpisodeWorker(settings, engines)._overlong == OverlongPenalty(20, 1.0, 100)
     assert EpisodeWorker(episode_settings(config_of(), data, 1), engines)._overlong is None

@@ -13,7 +13,7 @@ from verl.config.schema import Config
 from verl.config.schema.data import DataConfig
 from verl.config.schema.reward import OverlongBuffer, RewardConfig
 from verl.errors import ProcessLostError
-from verl.rollout.membership import EngineView
+from verl.rollout.engine import EngineView
 from verl.types import Completion, Prompt, Sample, SamplePreview, SamplingParams, Scored
 from verl.workers.episode_pool import EpisodePool
 from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
@@ -79,16 +79,16 @@ async def test_a_pool_passes_requests_to_its_workers_in_turn(worker: EpisodeWork
 
 
 async def test_all_workers_learn_which_engines_there_are(worker: EpisodeWorker) -> None:
-    views: list[EngineView[Any]] = []
+    views: list[EngineView] = []
 
-    async def update(view: EngineView[Any]) -> None:
+    async def update(view: EngineView) -> None:
         views.append(view)
 
     other = make_idle()
     for each in (worker, other):
         each._pool = SimpleNamespace(update=update)  # type: ignore[assignment]
     actors = [SimpleNamespace(update_engines=SimpleNamespace(remote=each.update_engines)) for each in (worker, other)]
-    view = EngineView[Any](1, {4: object()})
+    view = EngineView(1, {4: object()})
     await EpisodePool(actors).update_engines(view)
     assert views == [view, view]
 

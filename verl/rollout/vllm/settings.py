@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from verl.config.batch_sizes import CPU_SEQUENCES, get_max_sequence_tokens
+from verl.config.batch_sizes import CPU_SEQUENCES
 from verl.config.features import (
     frees_engine_memory,
     get_quantization,
-    rollout_dtype,
     syncs_adapter_only,
     transport_name,
 )
@@ -23,6 +22,12 @@ if TYPE_CHECKING:
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's max_lora_rank."""
+
+_SAME_NAMES = (
+    *("max_num_seqs", "max_num_batched_tokens", "data_parallel_size"),
+    *("gpu_memory_utilization", "enforce_eager", "cpu_cache_gib"),
+)
+"""Settings with the name of their field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +55,7 @@ class VllmSettings(RolloutEngineSettings):
     gpu_memory_utilization: float = 0.5
     enforce_eager: bool | None = None  # None: see `is_eager`
     weight_backend: str = "host"
-    adapter: AdapterSettings | None = (
-        None  # the engine loads the model itself, and receives adapters instead of weights
-    )
+    adapter: AdapterSettings | None = None  # the engine loads the model, and receives adapters instead of weights
     routed_experts: bool = False  # return the experts of every token
     fp32_lm_head: bool = False  # compute logits in float32
     sleeps: bool = False  # the device is shared with a trainer: see `sleep`
@@ -67,22 +70,14 @@ class VllmSettings(RolloutEngineSettings):
         """Return the settings of engine `index` of a run on devices of type `device`."""
         model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
         adapter = _adapter_settings(config) if syncs_adapter_only(config) else None
-        return cls(
-            model_path=model.path,
-            dtype=rollout_dtype(config, device),
-            device=device,
-            max_model_len=get_max_sequence_tokens(config),
-            trust_remote_code=model.trust_remote_code,
+        return replace(
+            super(VllmSettings, cls).from_config(config, device, index),
+            **{name: getattr(rollout, name) for name in _SAME_NAMES},
             load_format="auto" if adapter and rollout.load_format == "dummy" else rollout.load_format,
             quantization=get_quantization(config),
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
             tensor_parallel_size=rollout.tensor_model_parallel_size,
             pipeline_parallel_size=rollout.pipeline_model_parallel_size,
-            data_parallel_size=rollout.data_parallel_size,
             expert_parallel=rollout.expert_parallel_size > 1,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            enforce_eager=rollout.enforce_eager,
             weight_backend=transport_name(config),
             adapter=adapter,
             routed_experts=config.actor_rollout_ref.actor.router_replay.mode == "R3",
@@ -90,7 +85,6 @@ class VllmSettings(RolloutEngineSettings):
             sleeps=frees_engine_memory(config, device),
             seed=config.trainer.seed + index,
             batch_invariant=config.trainer.deterministic and device != "cpu",
-            cpu_cache_gib=rollout.cpu_cache_gib,
             cpu_cores=assign_cores(index, rollout.tensor_model_parallel_size) if device == "cpu" else "",
             kwargs=rollout.engine_kwargs.vllm,
         )

@@ -23,7 +23,6 @@ from verl.config.features import frees_engine_memory, transport_name
 from verl.config.schema.root import Config
 from verl.data.samplers import PromptStream
 from verl.rewards.result import FailureTracker
-from verl.rollout.membership import EngineMembership
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
@@ -109,14 +108,15 @@ class RLBuilder(RunBuilder[Config]):
             engines = place_engines(self.config, self.pool, self.device, devices)
         else:
             engines = place_engines(self.config, await self.reserve_rollout_devices(), self.device)
-        membership = EngineMembership(engines)
+        shares_devices = frees_engine_memory(self.config, self.device)
+        supervisor = build_supervisor(self.config, engines, self.restarts, shares_devices=shares_devices)
         reward_models = place_reward_models(self.config, self.pool, self.device, devices)
-        starting = self.start_engines(membership, reward_models)
+        starting = self.start_engines(supervisor, reward_models)
         data = await self.load_data()
         schedule = self.build_schedule(data)
         settings = train_settings(self.config, schedule.total_steps, self.device)
         settings = replace(settings, is_one_machine=self.pool.is_one_machine())
-        episode_pool = self.spawn_episode_workers(data, membership, reward_models, reward)
+        episode_pool = self.spawn_episode_workers(data, supervisor, reward_models, reward)
 
         async def start_train_workers() -> None:
             if model_ready is not None:
@@ -129,8 +129,6 @@ class RLBuilder(RunBuilder[Config]):
         await asyncio.gather(*starting, start_train_workers(), start_episode_workers)
         stream = PromptStream(data.order)
         version = await self.resume(policy, stream, schedule)
-        shares_devices = frees_engine_memory(self.config, self.device)
-        supervisor = build_supervisor(self.config, membership, self.restarts, shares_devices=shares_devices)
         episodes = self.build_episode_client(data, episode_pool, supervisor)
         trainer = RLTrainer(
             self.build_buffer(episodes, stream),
@@ -169,16 +167,16 @@ class RLBuilder(RunBuilder[Config]):
     def spawn_episode_workers(
         self,
         data: RunData,
-        membership: EngineMembership[RemoteEngine],
+        supervisor: EngineSupervisor,
         reward_models: Sequence[RemoteRewardModel],
         reward: Callable[..., Any] | None,
     ) -> EpisodePool:
         count = max(1, count_train_ranks(self.config) // RANKS_PER_EPISODE_WORKER)
         settings = episode_settings(self.config, data.datasets, count, reward)
         pool = EpisodePool.spawn(
-            self.pool, count, settings, membership.view, reward_models, deterministic=self.config.trainer.deterministic
+            self.pool, count, settings, supervisor.view, reward_models, deterministic=self.config.trainer.deterministic
         )
-        membership.follow(pool.update_engines)
+        supervisor.follow(pool.update_engines)
         self._closing.callback(pool.close)
         return pool
 
@@ -231,16 +229,14 @@ class RLBuilder(RunBuilder[Config]):
         )
 
     def start_engines(
-        self, membership: EngineMembership[RemoteEngine], reward_models: Sequence[RemoteRewardModel]
+        self, supervisor: EngineSupervisor, reward_models: Sequence[RemoteRewardModel]
     ) -> list[asyncio.Task[None]]:
         """Start both in the background; on accelerators one after the other, then engines sleep if they are to."""
 
-        engines = membership.engines
-
         async def start_rollout() -> None:
-            await asyncio.gather(*(engine.start() for engine in engines.values()))
-            if frees_engine_memory(self.config, self.device):
-                await asyncio.gather(*(engine.sleep() for engine in engines.values()))
+            await asyncio.gather(*(engine.start() for engine in supervisor.engines))
+            if supervisor.shares_devices:
+                await asyncio.gather(*(engine.sleep() for engine in supervisor.engines))
 
         async def start_rewards() -> None:
             if self.device != "cpu":
@@ -248,7 +244,7 @@ class RLBuilder(RunBuilder[Config]):
             await asyncio.gather(*(model.start() for model in reward_models))
 
         async def close() -> None:
-            actors = (*engines.values(), *reward_models)
+            actors = (*supervisor.engines, *reward_models)
             await asyncio.gather(*(actor.close() for actor in actors), return_exceptions=True)
 
         self._closing.push_async_callback(close)
@@ -265,14 +261,14 @@ class RLBuilder(RunBuilder[Config]):
 
 def build_supervisor(
     config: Config,
-    membership: EngineMembership[RemoteEngine],
+    engines: Sequence[RemoteEngine],
     restarts: RestartTracker,
     *,
     shares_devices: bool = False,
 ) -> EngineSupervisor:
     limits = deadlines(config)
     return EngineSupervisor(
-        membership,
+        engines,
         restarts.engine,
         reply_timeout_s=limits.reply.seconds + MARGIN_S,
         start_timeout_s=limits.start.seconds + MARGIN_S,
