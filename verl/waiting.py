@@ -27,8 +27,8 @@ async def with_timeout(work: Awaitable[T], seconds: float) -> T:
         raise
 
 
-async def with_deadline(work: Awaitable[T], remaining_s: Callable[[], float]) -> T:
-    """Return the result of `work`, or raise `TimeoutError` when no seconds remain, of which there may be more later."""
+async def with_extendable_timeout(work: Awaitable[T], remaining_s: Callable[[], float]) -> T:
+    """Return the result of `work`, or raise `TimeoutError` when no seconds remain. `remaining_s` may grow meanwhile."""
     async with asyncio.timeout(None) as scope:
         alarm = _Alarm(scope, remaining_s)
         try:

@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 
 from tests.fake_reward_model import FACTORY
 from verl.cluster.device_pool import DevicePool
-from verl.cluster.hangs.pending_calls import Deadline
+from verl.cluster.hangs.pending_calls import Timeout
 from verl.cluster.session import connect, disconnect
 from verl.demo.assets import make_tokenizer
 from verl.demo.folder import Assets
@@ -145,7 +145,7 @@ async def test_what_a_process_that_dies_or_freezes_had_is_scored_again_and_it_co
 
         os.kill(second, signal.SIGSTOP)
         hasty = RewardModelPool(models[:1], heartbeat_s=1)
-        models[0].deadlines = replace(models[0].deadlines, reply=Deadline(1))
+        models[0].timeouts = replace(models[0].timeouts, reply=Timeout(1))
         assert await asyncio.gather(*(hasty.score([number]) for number in range(8))) == [*range(8)]
         assert await process_of(models[0]) != second
     finally:

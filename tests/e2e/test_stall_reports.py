@@ -14,14 +14,14 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.cluster.actors import ActorGroup, await_reply
-from verl.cluster.hangs.pending_calls import CallTarget, Deadline
+from verl.cluster.hangs.pending_calls import CallTarget, Timeout
 from verl.cluster.hangs.registry import locate_processes, register_actor, watch_for_hangs
 from verl.errors import ProcessLostError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.rotating(5)]
 
-BRIEF = Deadline(3.0, "trainer.deadlines.train")
-FAIR = Deadline(8.0, "trainer.deadlines.train")
+BRIEF = Timeout(3.0, "trainer.deadlines.train")
+FAIR = Timeout(8.0, "trainer.deadlines.train")
 
 
 class Sleeper:
@@ -32,7 +32,7 @@ class Sleeper:
         time.sleep(600)
 
     async def waits_for(self, other: "ray.actor.ActorHandle") -> None:
-        await await_reply(other.hangs.remote(), action="hang", target=CallTarget("sleeper", 1), deadline=BRIEF)
+        await await_reply(other.hangs.remote(), action="hang", target=CallTarget("sleeper", 1), timeout=BRIEF)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ async def test_hanging_ranks_on_two_nodes_are_named_and_a_stopped_one_is_recogni
         group = ActorGroup("rank", actors)
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(ProcessLostError) as lost:
-            await group.call("hangs", deadline=FAIR)
+            await group.call("hangs", timeout=FAIR)
     group.close()
     [report] = tmp_path.iterdir()
     text = report.read_text()
@@ -97,5 +97,5 @@ async def test_a_blocked_event_loop_is_reported_with_the_blocking_line(nodes: li
     notes: list[str] = []
     with watch_for_hangs(tmp_path, notes.append, notes.append, BRIEF):
         time.sleep(3 * BRIEF.seconds)
-    assert "for controller to turn its event loop: deadline exceeded" in notes[-1]
+    assert "for controller to turn its event loop: timeout exceeded" in notes[-1]
     assert "test_a_blocked_event_loop" in next(tmp_path.iterdir()).read_text()

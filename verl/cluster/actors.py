@@ -1,4 +1,4 @@
-"""Actors and object references, with Ray or within one process (`local.py`): calls with deadlines, a client for one
+"""Actors and object references, with Ray or within one process (`local.py`): calls with timeouts, a client for one
 actor, and groups of actors that are called together."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayT
 
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import (
-    DEFAULT_DEADLINES,
+    DEFAULT_TIMEOUTS,
     CallTarget,
-    Deadline,
-    Deadlines,
     PendingCall,
     Progress,
+    Timeout,
+    Timeouts,
     format_report_hint,
     track_call,
 )
@@ -31,7 +31,7 @@ from verl.cluster.hangs.registry import register_actor
 from verl.cluster.local import LocalActor
 from verl.cluster.object_store import FULL_ERRORS, describe_full_store, get_all
 from verl.errors import EngineError, ProcessLostError, StorageError, VerlError, WorkerTimeoutError
-from verl.waiting import with_deadline
+from verl.waiting import with_extendable_timeout
 
 DEATH_DETECTION_S = 30.0  # upper bound
 _POLL_S, _REPLY_S = 0.5, 10.0  # while a process is being replaced
@@ -74,21 +74,21 @@ async def await_reply(
     *,
     action: str,
     target: CallTarget,
-    deadline: Deadline | None = None,
+    timeout: Timeout | None = None,
     progress: Progress | None = None,
     peers: int = 0,
 ) -> Any:
     """Await the reference that a call to an actor returned. Exceptions of verl are raised without Ray's wrapper.
 
-    Without a `deadline` the caller must watch over the call. The deadlines of calls that share a `progress` restart
+    Without a `timeout` the caller must watch over the call. The timeouts of calls that share a `progress` restart
     whenever one of them returns. `peers` is the size of the group that got the same call.
     """
     unwrapped = _unwrap_errors(reply, action, target)
-    if deadline is None:
+    if timeout is None:
         return await unwrapped
-    with track_call(action, target=target, deadline=deadline, progress=progress, peers=peers) as call:
+    with track_call(action, target=target, timeout=timeout, progress=progress, peers=peers) as call:
         try:
-            result = await with_deadline(unwrapped, lambda: call.remaining_s)
+            result = await with_extendable_timeout(unwrapped, lambda: call.remaining_s)
         except TimeoutError:
             if call.remaining_s > 0:  # the worker's own error
                 raise
@@ -99,7 +99,7 @@ async def await_reply(
 
 
 def _timeout_error(call: PendingCall, hint: str) -> WorkerTimeoutError:
-    setting = call.deadline.setting or "the deadline"
+    setting = call.timeout.setting or "the timeout"
     return WorkerTimeoutError(
         f"Timed out after {call.elapsed_s:.0f} s waiting for {call.target} ({call.action}). "
         f"Increase {setting} if this is expected.{hint}"
@@ -134,11 +134,11 @@ def _summarize_death(error: BaseException) -> str:
     return ", ".join(line for line in lines if line and not line.startswith(noise))
 
 
-def get_objects(references: Sequence[Any], *, action: str, target: CallTarget, deadline: Deadline) -> list[Any]:
+def get_objects(references: Sequence[Any], *, action: str, target: CallTarget, timeout: Timeout) -> list[Any]:
     """Return the referenced objects, for workers without an event loop. Blocks, as a tracked call."""
-    with track_call(action, target=target, deadline=deadline) as call:
+    with track_call(action, target=target, timeout=timeout) as call:
         try:
-            return get_all(references, deadline.seconds)
+            return get_all(references, timeout.seconds)
         except GetTimeoutError as error:
             raise _timeout_error(call, asyncio.run(format_report_hint(call))) from error
 
@@ -151,41 +151,38 @@ class ActorGroup:
         for rank, actor in enumerate(self.actors):
             register_actor(actor, CallTarget(name, rank))
 
-    async def call(
-        self, method: str, *args: Any, deadline: Deadline, per_rank: Sequence[Any] | None = None
-    ) -> list[Any]:
+    async def call(self, method: str, *args: Any, timeout: Timeout, per_rank: Sequence[Any] | None = None) -> list[Any]:
         """Call `method` on every rank with the same `args`, preceded by its item of `per_rank`; return all replies.
 
         The first failure is raised at once: the other ranks may be stuck in a collective that never completes. The
-        deadline starts when the ranks are free: a weight sync to an engine that has restarted may have to wait for a
+        timeout starts when the ranks are free: a weight sync to an engine that has restarted may have to wait for a
         save of an hour.
         """
         first_args = [()] * len(self.actors) if per_rank is None else [(item,) for item in per_rank]
         async with self._lock:
             tasks = [
-                self._call_rank(rank, method, *first, *args, deadline=deadline)
+                self._call_rank(rank, method, *first, *args, timeout=timeout)
                 for rank, first in zip(range(len(self.actors)), first_args, strict=True)
             ]
             async with self._waiting_for(tasks):
                 return list(await asyncio.gather(*tasks))
 
     @asynccontextmanager
-    async def call_others(self, method: str, *, deadline: Deadline) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+    async def call_others(self, method: str, *, timeout: Timeout) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
         """Call `method` once on all ranks but 0; yield a function that calls rank 0, any number of times.
 
-        At the end of the block rank 0 has to have done its part of all collectives of `method`. Deadlines start anew
+        At the end of the block rank 0 has to have done its part of all collectives of `method`. Timeouts start anew
         with each reply of rank 0. Until then no other call reaches the ranks.
         """
         progress = Progress()
         async with self._lock:
             tasks = [
-                self._call_rank(rank, method, deadline=deadline, progress=progress)
-                for rank in range(1, len(self.actors))
+                self._call_rank(rank, method, timeout=timeout, progress=progress) for rank in range(1, len(self.actors))
             ]
             others = asyncio.gather(*tasks)
 
             async def call_first(method: str, *args: Any) -> Any:
-                reply = self._call_rank(0, method, *args, deadline=deadline, progress=progress)
+                reply = self._call_rank(0, method, *args, timeout=timeout, progress=progress)
                 async with self._waiting_for([reply, *tasks], ending=[reply]):
                     await asyncio.wait([reply, others], return_when=asyncio.FIRST_COMPLETED)
                     if others.done():
@@ -197,14 +194,14 @@ class ActorGroup:
                 await others
 
     def _call_rank(
-        self, rank: int, method: str, *args: Any, deadline: Deadline, progress: Progress | None = None
+        self, rank: int, method: str, *args: Any, timeout: Timeout, progress: Progress | None = None
     ) -> asyncio.Future[Any]:
         return asyncio.ensure_future(
             await_reply(
                 getattr(self.actors[rank], method).remote(*args),
                 action=method,
                 target=CallTarget(self.name, rank),
-                deadline=deadline,
+                timeout=timeout,
                 progress=progress,
                 peers=len(self.actors),
             )
@@ -242,22 +239,22 @@ class ActorGroup:
 class RemoteActor:
     """A client of an actor with `start`, `has_started` and `close`. Can be pickled.
 
-    `methods` are the other methods of the actor that can be called, and the deadline of each.
+    `methods` are the other methods of the actor that can be called, and the timeout of each.
     """
 
     kind: ClassVar[str]
     actor_class: ClassVar[type]
     methods: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, actor: Any, index: int, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
-        self.actor, self.deadlines = actor, deadlines
+    def __init__(self, actor: Any, index: int, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> None:
+        self.actor, self.timeouts = actor, timeouts
         self.target = CallTarget(self.kind, index)
         self._started = False
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         if name not in self.methods:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return partial(self._call, name, deadline=getattr(self.deadlines, self.methods[name]))
+        return partial(self._call, name, timeout=getattr(self.timeouts, self.methods[name]))
 
     @classmethod
     def spawn(
@@ -267,20 +264,20 @@ class RemoteActor:
         *args: Any,
         device: int,
         share: float = 0.0,
-        deadlines: Deadlines = DEFAULT_DEADLINES,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
     ) -> A:
         """Spawn the actor with `args` at a device, without waiting for its process."""
         actor = pool.spawn(cls.actor_class, *args, device=device, share=share, is_async=True, restarts=True)
-        return cls(actor, index, deadlines)
+        return cls(actor, index, timeouts)
 
     async def start(self) -> None:
         register_actor(self.actor, self.target)
-        await self._call("start", deadline=self.deadlines.start)
+        await self._call("start", timeout=self.timeouts.start)
         self._started = True
 
     async def end(self) -> None:
         """Kill the process, whatever its state; return once a new one, not yet started, has replaced it."""
-        with track_call("be replaced", target=self.target, deadline=self.deadlines.start):
+        with track_call("be replaced", target=self.target, timeout=self.timeouts.start):
             if not await self._is_new():
                 kill_actor(self.actor, restarts=True)
                 while not await self._is_new():
@@ -288,7 +285,7 @@ class RemoteActor:
 
     async def _is_new(self) -> bool:
         try:
-            return not await asyncio.wait_for(self._call("has_started", deadline=None), _REPLY_S)
+            return not await asyncio.wait_for(self._call("has_started", timeout=None), _REPLY_S)
         except (TimeoutError, ProcessLostError):
             return False
 
@@ -296,10 +293,10 @@ class RemoteActor:
         """Kill the process for good, after it has ended its children if it has started."""
         try:
             if self._started:
-                await self._call("close", deadline=self.deadlines.close)
+                await self._call("close", timeout=self.timeouts.close)
         finally:
             kill_actor(self.actor)
 
-    async def _call(self, method: str, *args: Any, deadline: Deadline | None, progress: Progress | None = None) -> Any:
+    async def _call(self, method: str, *args: Any, timeout: Timeout | None, progress: Progress | None = None) -> Any:
         reply = getattr(self.actor, method).remote(*args)
-        return await await_reply(reply, action=method, target=self.target, deadline=deadline, progress=progress)
+        return await await_reply(reply, action=method, target=self.target, timeout=timeout, progress=progress)

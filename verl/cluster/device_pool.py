@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, CallTarget, Deadline, track_call
+from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, CallTarget, Timeout, track_call
 from verl.cluster.local import LocalPool
 from verl.cluster.session import is_connected, require_resource
 from verl.errors import EngineError
@@ -29,19 +29,18 @@ class DevicePool:
     """
 
     def __init__(
-        self, count: int, device: str, *, fix: str, width: int = 1, deadline: Deadline = DEFAULT_DEADLINES.devices
+        self, count: int, device: str, *, fix: str, width: int = 1, timeout: Timeout = DEFAULT_TIMEOUTS.devices
     ) -> None:
         self.count, self._width = count, width
         self.resource = "CPU" if device == "cpu" else "GPU"
         require_resource(self.resource, count, fix)
         bundle = {self.resource: width} if device == "cpu" else {"GPU": width, "CPU": width}
         self._group: PlacementGroup = placement_group([bundle] * (count // width), strategy="PACK")
-        with track_call(f"reserve {count} x {self.resource}", target=CallTarget("cluster"), deadline=deadline):
-            ready, _ = ray.wait([self._group.ready()], timeout=deadline.seconds)
+        with track_call(f"reserve {count} x {self.resource}", target=CallTarget("cluster"), timeout=timeout):
+            ready, _ = ray.wait([self._group.ready()], timeout=timeout.seconds)
         if not ready:
             raise EngineError(
-                f"Timed out after {deadline.seconds:.0f} s waiting for {count} free {self.resource}s ({deadline}); "
-                f"{fix}"
+                f"Timed out after {timeout.seconds:.0f} s waiting for {count} free {self.resource}s ({timeout}); {fix}"
             )
 
     def spawn(

@@ -146,9 +146,9 @@ async def _start_engines(
     from verl.trainer.build.placement import place_engines
     from verl.trainer.build.rl_builder import build_supervisor
     from verl.trainer.build.runtime import RunBuilder
-    from verl.trainer.build.worker_settings import deadlines
+    from verl.trainer.build.worker_settings import timeouts
 
-    restarts, limits = RestartTracker(console, config.trainer.faults), deadlines(config)
+    restarts, limits = RestartTracker(console, config.trainer.faults), timeouts(config)
     builder = RunBuilder(config, console, restarts, closing)
     await builder.start_runtime()
     engines = place_engines(config, builder.pool, builder.device, load_format="auto")

@@ -21,7 +21,7 @@ from verl.sft.worker import SFTWorkerGroup
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
 from verl.trainer.build.runtime import RunBuilder, device_hints
-from verl.trainer.build.worker_settings import deadlines, lora_settings, model_settings, with_optimizer
+from verl.trainer.build.worker_settings import lora_settings, model_settings, timeouts, with_optimizer
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.workers.train_base import RankSettings
@@ -86,7 +86,7 @@ def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
         save_hf=saves_hf(config),
         save_contents={"actor": contents.save_contents},
         load_contents={"actor": contents.load_contents},
-        deadlines=deadlines(config),
+        timeouts=timeouts(config),
         memory_advice=_memory_advice(config),
     )
 

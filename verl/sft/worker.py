@@ -47,8 +47,8 @@ class SFTWorkerGroup(RankGroup):
 
     async def update(self, rank_batches: Sequence[RankBatch]) -> dict[str, float]:
         """Do one optimizer step on the batch that is split over the ranks."""
-        return (await self.call("update", per_rank=self.layout.spread(rank_batches), deadline=self._deadlines.train))[0]
+        return (await self.call("update", per_rank=self.layout.spread(rank_batches), timeout=self._timeouts.train))[0]
 
     async def loss(self, rank_batches: Sequence[RankBatch]) -> tuple[float, float]:
         """Return the sum of the losses of all trained tokens, and their count, without training."""
-        return (await self.call("loss", per_rank=self.layout.spread(rank_batches), deadline=self._deadlines.train))[0]
+        return (await self.call("loss", per_rank=self.layout.spread(rank_batches), timeout=self._timeouts.train))[0]

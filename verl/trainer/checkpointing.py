@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checkpoint.manifest import LATEST, CheckpointDir, find_corruption
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, CallTarget, Deadline, format_report_hint, track_call
+from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, CallTarget, Timeout, format_report_hint, track_call
 from verl.errors import CheckpointError, list_some
 from verl.tracking.console import Console
 
@@ -33,13 +33,13 @@ class Checkpointer:
         *,
         run: Mapping[str, str] | None = None,
         keep: int | None = None,
-        deadline: Deadline = DEFAULT_DEADLINES.checkpoint,
+        timeout: Timeout = DEFAULT_TIMEOUTS.checkpoint,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._checkpoints, self._console, self._keep = policy, checkpoints, console, keep
         self._run = {} if run is None else {"run": run}
         self._writing: tuple[int, float] | None = None  # version, and the seconds that its copy took
-        self._deadline, self._clock = deadline, clock
+        self._timeout, self._clock = timeout, clock
         self.longest_s = 0.0  # the longest save so far
         self._begun: int | None = None  # the last version that was started
         self.last: int | None = None  # the last version known to be saved
@@ -75,7 +75,7 @@ class Checkpointer:
         )
 
     async def _on_disk(self, what: str, work: Callable[[], T]) -> T:
-        return await on_disk(what, work, self._checkpoints.root, self._deadline)
+        return await on_disk(what, work, self._checkpoints.root, self._timeout)
 
     async def _end(self, *, wait: bool) -> None:
         if self._writing is None:
@@ -98,7 +98,7 @@ class Checkpointer:
             self._console.advice(str(error))
 
 
-async def on_disk(what: str, work: Callable[[], T], root: Path, deadline: Deadline) -> T:
+async def on_disk(what: str, work: Callable[[], T], root: Path, timeout: Timeout) -> T:
     """Run `work` on the file system under `root`, with a timeout: it may hang forever.
 
     In a daemon thread, so that a call that hangs in the kernel does not keep the process from exiting.
@@ -114,13 +114,13 @@ async def on_disk(what: str, work: Callable[[], T], root: Path, deadline: Deadli
 
     threading.Thread(target=run, name=what, daemon=True).start()
     answer = asyncio.wrap_future(done)
-    with track_call(what, target=CallTarget("file system"), deadline=deadline) as pending:
+    with track_call(what, target=CallTarget("file system"), timeout=timeout) as pending:
         while not (await asyncio.wait([answer], timeout=pending.remaining_s))[0]:
             if pending.remaining_s <= 0:
                 raise CheckpointError(
                     f"Timed out after {pending.elapsed_s:.0f} s waiting for the file system of {root} ({what}). Check "
                     f"that it responds (ls {root}) and rerun the command to resume; complete checkpoints are unchanged."
-                    f" Increase {deadline} if this is expected.{await format_report_hint(pending)}"
+                    f" Increase {timeout} if this is expected.{await format_report_hint(pending)}"
                 )
     return answer.result()
 
@@ -129,7 +129,7 @@ async def find_checkpoint(
     source: CheckpointDir,
     verify: Callable[[str], Awaitable[list[str]]],
     console: Console,
-    deadline: Deadline = DEFAULT_DEADLINES.checkpoint,
+    timeout: Timeout = DEFAULT_TIMEOUTS.checkpoint,
 ) -> int | None:
     """Return the step of the newest complete checkpoint, to resume from; None if there is nothing to resume.
 
@@ -144,14 +144,14 @@ async def find_checkpoint(
 
     async def inspect(directory: Path) -> list[str]:
         return await on_disk(
-            "inspect a checkpoint", lambda: find_corruption(directory, checksums=False), source.root, deadline
+            "inspect a checkpoint", lambda: find_corruption(directory, checksums=False), source.root, timeout
         )
 
     named, candidates, later = await on_disk(
         "list the checkpoints",
         lambda: (source.read_latest(), source.resume_candidates(), source.newer_steps()),
         source.root,
-        deadline,
+        timeout,
     )
     for step in candidates:
         directory = source.step_dir(step)

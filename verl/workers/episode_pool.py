@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from verl.agents.deterministic_batcher import resolve_futures
 from verl.cluster.actors import RemoteActor, kill_actor
 from verl.cluster.device_pool import PlacementPool
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, Deadlines, HeartbeatMonitor
+from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, HeartbeatMonitor, Timeouts
 from verl.config.schema.root import Config
 from verl.rewards.result import FailureTracker, truncate
 from verl.rewards.reward_function import resolve_scorer
@@ -27,13 +27,13 @@ class RemoteEpisodeWorker(RemoteActor):
     kind = "episode worker"
     methods: ClassVar = {"ping": "reply", "preview_sample": "reply"}
 
-    def __init__(self, actor: Any, index: int, deadlines: Deadlines) -> None:
-        super().__init__(actor, index, deadlines)
-        self._heartbeat = HeartbeatMonitor(self.ping, deadlines.reply.seconds)
+    def __init__(self, actor: Any, index: int, timeouts: Timeouts) -> None:
+        super().__init__(actor, index, timeouts)
+        self._heartbeat = HeartbeatMonitor(self.ping, timeouts.reply.seconds)
 
     async def run(self, method: str, work: Any) -> Any:
         """Run episodes without a timeout: engines and rewards have theirs, the worker only has to respond to pings."""
-        return await self._heartbeat.watch(self._call(method, work, deadline=None))
+        return await self._heartbeat.watch(self._call(method, work, timeout=None))
 
 
 class EpisodePool:
@@ -44,9 +44,9 @@ class EpisodePool:
     """
 
     def __init__(
-        self, actors: Sequence[Any], *, deterministic: bool = False, deadlines: Deadlines = DEFAULT_DEADLINES
+        self, actors: Sequence[Any], *, deterministic: bool = False, timeouts: Timeouts = DEFAULT_TIMEOUTS
     ) -> None:
-        self._workers = [RemoteEpisodeWorker(actor, index, deadlines) for index, actor in enumerate(actors)]
+        self._workers = [RemoteEpisodeWorker(actor, index, timeouts) for index, actor in enumerate(actors)]
         self._turn = itertools.cycle(self._workers)
         self._deterministic = deterministic
         self._round: list[tuple[GroupRequest, asyncio.Future[list[SampleHandle] | None]]] = []
@@ -67,7 +67,7 @@ class EpisodePool:
             pool.spawn(EpisodeWorker, settings, engines, reward_models, is_async=True)
             for _ in range(1 if deterministic else count)
         ]
-        return cls(actors, deterministic=deterministic, deadlines=settings.deadlines)
+        return cls(actors, deterministic=deterministic, timeouts=settings.timeouts)
 
     async def start(self) -> None:
         await asyncio.gather(*(worker.start() for worker in self._workers))

@@ -28,11 +28,11 @@ from verl.agents.episode import (
     weighted_sum,
 )
 from verl.cluster.hangs.pending_calls import (
-    DEFAULT_DEADLINES,
+    DEFAULT_TIMEOUTS,
     MARGIN_S,
     CallTarget,
-    Deadline,
-    Deadlines,
+    Timeout,
+    Timeouts,
 )
 from verl.cluster.hangs.registry import report_failed_call
 from verl.cluster.object_store import put
@@ -77,7 +77,7 @@ class EpisodeSettings:
     datasets: dict[str, DatasetSettings]  # by split
     reward: RewardPoolSettings | None = None  # None: no reward function
     components: Sequence[str] = ()  # numbers that the reward of every training response must have
-    deadlines: Deadlines = DEFAULT_DEADLINES
+    timeouts: Timeouts = DEFAULT_TIMEOUTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ class EpisodeWorker:
         }
         self._pool = EnginePool(
             self._engines,
-            stall_timeout_s=settings.deadlines.generation.seconds + MARGIN_S,
-            reply_timeout_s=settings.deadlines.reply.seconds + MARGIN_S,
+            stall_timeout_s=settings.timeouts.generation.seconds + MARGIN_S,
+            reply_timeout_s=settings.timeouts.reply.seconds + MARGIN_S,
         )
         self._runner = EpisodeRunner(
             generate=self._pool.generate,
@@ -172,8 +172,8 @@ class EpisodeWorker:
         encode = build_encoder(tokenizer, model_tokenizer, example, model_path=path, retokenize=retokenize)
         models = RewardModelPool(
             self._reward_models,
-            heartbeat_s=settings.deadlines.reply.seconds,
-            recovery_timeout_s=settings.deadlines.start.seconds + MARGIN_S,
+            heartbeat_s=settings.timeouts.reply.seconds,
+            recovery_timeout_s=settings.timeouts.start.seconds + MARGIN_S,
         )
         return score_by_model(encode, models.score)
 
@@ -181,9 +181,9 @@ class EpisodeWorker:
         """Score a response; report a timeout at once, since other responses of the run may hang, too."""
         result = await rewards.score(*args)
         if isinstance(result, Failed) and result.kind == "timeout":
-            deadline = Deadline(rewards.timeout_s, "reward.deadline_s")
+            timeout = Timeout(rewards.timeout_s, "reward.deadline_s")
             report = partial(
-                report_failed_call, "score a response", CallTarget("reward function"), deadline, result.message
+                report_failed_call, "score a response", CallTarget("reward function"), timeout, result.message
             )
             self._reporting = asyncio.ensure_future(asyncio.to_thread(report))  # the loop keeps only weak references
         return result

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pkgutil import resolve_name
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from verl.cluster.actors import RemoteActor, kill_actor, use_accelerators
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, HeartbeatMonitor
+from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, MARGIN_S, HeartbeatMonitor
 from verl.cluster.hangs.registry import report_restart
 from verl.custom_functions import import_external
 from verl.errors import EngineError, ProcessLostError, WorkerTimeoutError
@@ -79,13 +79,15 @@ class RemoteRewardModel(RemoteActor):
 
     kind = "reward model"
     actor_class = RewardActor
-    methods: ClassVar = {"is_ready": "reply"}
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
-        return await self._call("score", token_ids, deadline=None)  # the actor and the pool have deadlines
+        return await self._call("score", token_ids, timeout=None)  # the actor and the pool have timeouts
+
+    async def is_ready(self) -> bool:
+        return await self._call("is_ready", timeout=self.timeouts.reply)
 
     async def report_lost(self, reason: str) -> None:
-        await asyncio.to_thread(report_restart, f"start again ({reason})", self.target, self.deadlines.start)
+        await asyncio.to_thread(report_restart, f"start again ({reason})", self.target, self.timeouts.start)
 
     async def end(self) -> None:
         """End the process without waiting for the new one, which another pool may have started already."""
@@ -107,8 +109,8 @@ class RewardModelPool(ReplicaPool[RemoteRewardModel]):
         self,
         models: Sequence[RemoteRewardModel],
         *,
-        heartbeat_s: float = DEFAULT_DEADLINES.reply.seconds,
-        recovery_timeout_s: float = DEFAULT_DEADLINES.start.seconds + MARGIN_S,
+        heartbeat_s: float = DEFAULT_TIMEOUTS.reply.seconds,
+        recovery_timeout_s: float = DEFAULT_TIMEOUTS.start.seconds + MARGIN_S,
         poll_interval_s: float = 1.0,
     ) -> None:
         super().__init__(

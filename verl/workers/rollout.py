@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.cluster.actors import RemoteActor, use_accelerators
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, Deadlines, Progress
+from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, Progress, Timeouts
 from verl.config.rollout_engines import RolloutEngineSpec
 from verl.custom_functions import import_external
 from verl.errors import ProcessLostError
@@ -154,11 +154,11 @@ class RemoteEngine(RemoteActor):
         **dict.fromkeys(("compute_logprobs", "version", "sleep"), "weights"),
     }
 
-    def __init__(self, actor: Any, index: int, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
-        super().__init__(actor, index, deadlines)
+    def __init__(self, actor: Any, index: int, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> None:
+        super().__init__(actor, index, timeouts)
         self._progress = Progress()  # a busy engine may be slow, as long as it finishes requests
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self._call(
-            "generate", token_ids, sampling, deadline=self.deadlines.generation, progress=self._progress
+            "generate", token_ids, sampling, timeout=self.timeouts.generation, progress=self._progress
         )

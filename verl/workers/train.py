@@ -85,7 +85,7 @@ class TrainWorker(BaseTrainWorker):
             teacher=build(settings.teacher),
         )
         torch.manual_seed(settings.seed + 1 + self._rank)
-        self._sync_dtype, self._deadlines = getattr(torch, settings.sync_dtype), settings.deadlines
+        self._sync_dtype, self._timeouts = getattr(torch, settings.sync_dtype), settings.timeouts
         return list(actor.notes)
 
     @explain_out_of_memory
@@ -95,7 +95,7 @@ class TrainWorker(BaseTrainWorker):
             plan.refs,
             action="get the samples",
             target=CallTarget("object store"),
-            deadline=self._deadlines.train,
+            timeout=self._timeouts.train,
         )
         self._plan = plan.without_refs()
         return self._policy.prepare(samples, plan) | {"perf/train_worker_rss_gib": resident_gib()}
@@ -148,7 +148,7 @@ class TrainWorker(BaseTrainWorker):
 
         def client(method: str, arguments: Callable[[int], tuple[Any, ...]]) -> None:
             replies = [engine.weight_transfer.remote(method, *arguments(k)) for k, engine in enumerate(engines)]
-            get_objects(replies, action=method, target=CallTarget("rollout engines"), deadline=self._deadlines.weights)
+            get_objects(replies, action=method, target=CallTarget("rollout engines"), timeout=self._timeouts.weights)
 
         if self._sender is None:
             from verl.weights.sender import SenderSettings
@@ -183,18 +183,18 @@ class PolicyGroup(RankGroup):
     worker = TrainWorker
 
     async def prepare(self, plan: Plan) -> dict[str, float]:
-        return (await self.call("prepare", per_rank=self.layout.spread(plan.ranks), deadline=self._deadlines.train))[0]
+        return (await self.call("prepare", per_rank=self.layout.spread(plan.ranks), timeout=self._timeouts.train))[0]
 
     async def update(self) -> dict[str, float]:
         """Update the policy on what was prepared."""
-        return (await self.call("update", deadline=self._deadlines.train))[0]
+        return (await self.call("update", timeout=self._timeouts.train))[0]
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return (await self.call("compute_logprobs", sequences, deadline=self._deadlines.weights))[0]
+        return (await self.call("compute_logprobs", sequences, timeout=self._timeouts.weights))[0]
 
     async def pack_weights(self) -> AsyncGenerator[Any, None]:
         """Yield the weights in buckets. Rank 0 is called for each of them, the others once: they may be 1,000."""
-        async with self.call_others("gather_weights", deadline=self._deadlines.weights) as call_first:
+        async with self.call_others("gather_weights", timeout=self._timeouts.weights) as call_first:
             packing = asyncio.ensure_future(call_first("pack_bucket", True))
             try:
                 while (bucket := await packing) is not None:
@@ -206,4 +206,4 @@ class PolicyGroup(RankGroup):
 
     async def send_weights(self, backend: str, receivers: Sequence[Any], version: int) -> None:
         engines = [receiver.actor for receiver in receivers]
-        await self.call("send_weights", backend, engines, version, deadline=self._deadlines.weights)
+        await self.call("send_weights", backend, engines, version, timeout=self._timeouts.weights)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protoco
 
 from verl.cluster.actors import ActorGroup, get_node_address
 from verl.cluster.device_pool import PlacementPool
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, Deadlines
+from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, MARGIN_S, Timeouts
 from verl.custom_functions import import_external
 from verl.errors import CheckpointError, DivergenceError, EngineError
 from verl.training.layout import RankLayout
@@ -41,7 +41,7 @@ class RankSettings:
     save_hf: bool = False
     save_contents: Mapping[str, Sequence[str]] | None = None  # by checkpoint folder; None: all
     load_contents: Mapping[str, Sequence[str]] | None = None
-    deadlines: Deadlines = DEFAULT_DEADLINES
+    timeouts: Timeouts = DEFAULT_TIMEOUTS
     deterministic: bool = False  # use deterministic kernels only; for accelerators
     memory_advice: str = ""  # the settings that reduce memory use, for the message of an out-of-memory error
 
@@ -97,7 +97,7 @@ class BaseTrainWorker:
         host, port = address
         self._settings = settings
         # The controller times out first: it can name the missing rank, those in the collective cannot.
-        timeout_s = settings.deadlines.longest_s + MARGIN_S
+        timeout_s = settings.timeouts.longest_s + MARGIN_S
         device = settings.actor.device
         if settings.deterministic:
             from verl.training.determinism import enable_determinism
@@ -239,9 +239,9 @@ class RankGroup(ActorGroup):
 
     worker: ClassVar[type[BaseTrainWorker]]
 
-    def __init__(self, actors: Sequence[Any], deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
+    def __init__(self, actors: Sequence[Any], timeouts: Timeouts = DEFAULT_TIMEOUTS) -> None:
         super().__init__("train worker", actors)
-        self._deadlines = deadlines
+        self._timeouts = timeouts
         self.layout = RankLayout.of_adjacent(len(self.actors))
 
     @classmethod
@@ -250,7 +250,7 @@ class RankGroup(ActorGroup):
         pool: PlacementPool,
         ranks: int,
         *,
-        deadlines: Deadlines = DEFAULT_DEADLINES,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
         nsys: Mapping[int, Mapping[str, str]] | None = None,
     ) -> G:
         """Spawn the actors, each with a device of its own, without waiting for their processes.
@@ -261,36 +261,36 @@ class RankGroup(ActorGroup):
         actors = [
             pool.spawn(cls.worker, rank, ranks, device=rank, share=1, nsys=under.get(rank)) for rank in range(ranks)
         ]
-        return cls(actors, deadlines)
+        return cls(actors, timeouts)
 
     async def visible_devices(self) -> list[str]:
         """Return the accelerators of each rank, as CUDA_VISIBLE_DEVICES names them."""
-        return await self.call("visible_devices", deadline=self._deadlines.start)
+        return await self.call("visible_devices", timeout=self._timeouts.start)
 
     async def start(self, settings: RankSettings) -> list[str]:
         """Start all ranks; return their notes for the user, without duplicates."""
         self.layout = settings.actor.layout(len(self.actors))
-        address = (await self.call("address", deadline=self._deadlines.start))[0]
-        notes = await self.call("start", address, settings, deadline=self._deadlines.start)
+        address = (await self.call("address", timeout=self._timeouts.start))[0]
+        notes = await self.call("start", address, settings, timeout=self._timeouts.start)
         return list(dict.fromkeys(note for rank in notes for note in rank))
 
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
-        await self.call("save", directory, trainer, deadline=self._deadlines.checkpoint)
+        await self.call("save", directory, trainer, timeout=self._timeouts.checkpoint)
 
     async def poll_save(self, *, wait: bool) -> float | None:
-        parts = await self.call("poll_save", wait, deadline=self._deadlines.checkpoint)
+        parts = await self.call("poll_save", wait, timeout=self._timeouts.checkpoint)
         return None if None in parts else max(parts)
 
     async def verify(self, directory: str) -> list[str]:
         """Return what is wrong with a checkpoint's files, each of which is read by one rank."""
-        parts = await self.call("verify", directory, deadline=self._deadlines.checkpoint)
+        parts = await self.call("verify", directory, timeout=self._timeouts.checkpoint)
         return list(dict.fromkeys(problem for part in parts for problem in part))
 
     async def load(self, directory: str) -> None:
-        await self.call("load", directory, deadline=self._deadlines.checkpoint)
+        await self.call("load", directory, timeout=self._timeouts.checkpoint)
 
     async def start_profile(self, settings: ProfileSettings, step: int) -> None:
-        await self.call("start_profile", settings, step, deadline=self._deadlines.train)
+        await self.call("start_profile", settings, step, timeout=self._timeouts.train)
 
     async def stop_profile(self) -> None:
-        await self.call("stop_profile", deadline=self._deadlines.checkpoint)  # it writes files, as a save does
+        await self.call("stop_profile", timeout=self._timeouts.checkpoint)  # it writes files, as a save does

@@ -1,4 +1,4 @@
-"""Hangs are reported within 30 s of their deadline, with process, action, time and stack, with real engines.
+"""Hangs are reported within 30 s of their timeout, with process, action, time and stack, with real engines.
 
 Runs of `verl train`, in which, after a step, something is made to hang: vLLM's engine process and the actor that hosts
 it are stopped with SIGSTOP, a reward function never returns, a rank does not join a collective (its estimator sleeps),
@@ -32,7 +32,7 @@ from verl.demo.assets import make_assets
 DEADLINE_S, REWARD_S, NAMED_S = 20, 8, 30
 START_S, NAMING_S = 300, 150
 HERE = Path(__file__).parent
-LATE = re.compile(r"has waited \d+ s, since (\d\d:\d\d:\d\d), for (.+?) to (.+?): deadline exceeded \((.+?)\)\. (.*)")
+LATE = re.compile(r"has waited \d+ s, since (\d\d:\d\d:\d\d), for (.+?) to (.+?): timeout exceeded \((.+?)\)\. (.*)")
 REPORT = re.compile(r"Full report: (\S+\.txt)")
 
 
@@ -43,7 +43,7 @@ class Case:
     name: str
     hang: Callable[[Run], int]
     target: str  # in the line on the console
-    deadline: str  # a pattern for its setting: it depends on which caller needs the process next
+    timeout: str  # a pattern for its setting: it depends on which caller needs the process next
     seconds: float
     finding: str  # in the line on the console
     stack: str  # in the report
@@ -100,13 +100,13 @@ def main() -> None:
         "stall",
         all(late is not None and late <= NAMED_S for late in results.values()),
         cases=len(results),
-        seconds_after_deadline={name: late if late is None else round(late, 1) for name, late in results.items()},
+        seconds_after_timeout={name: late if late is None else round(late, 1) for name, late in results.items()},
         bound_s=NAMED_S,
     )
 
 
-def stopped(name: str, process: str, target: str, deadline: str) -> Case:
-    setting = rf"trainer\.deadlines\.({deadline})"
+def stopped(name: str, process: str, target: str, timeout: str) -> Case:
+    setting = rf"trainer\.deadlines\.({timeout})"
     return Case(name, lambda run: run.stop(process), target, setting, DEADLINE_S, "is stopped", "is stopped")
 
 
@@ -148,7 +148,7 @@ class Run:
         self._process.wait()
 
     def _overrides(self) -> list[str]:
-        deadlines = ("generation", "train", "weights")
+        timeouts = ("generation", "train", "weights")
         return [
             *sized_for_addition(self._assets),
             f"trainer.default_local_dir={self.folder}",
@@ -163,7 +163,7 @@ class Run:
             "reward.max_failure_rate=0.5",
             "trainer.total_training_steps=100000",
             "trainer.val_before_train=False",
-            *(f"trainer.deadlines.{name}={DEADLINE_S}" for name in deadlines),
+            *(f"trainer.deadlines.{name}={DEADLINE_S}" for name in timeouts),
         ]
 
     def _read(self) -> None:
@@ -198,10 +198,10 @@ class Run:
         return victim.pid
 
     def case(self, case: Case) -> float | None:
-        """Return the seconds from the deadline to the report; None if it is missing or incomplete."""
+        """Return the seconds from the timeout to the report; None if it is missing or incomplete."""
         print(f"--- {case.name}", flush=True)
         pid = case.hang(self)
-        line = self._await("deadline exceeded", NAMING_S)
+        line = self._await("timeout exceeded", NAMING_S)
         now, match = datetime.now(), LATE.search(line or "")
         if line is None or match is None:
             return None
@@ -209,11 +209,11 @@ class Run:
         finding = match[5]
         report = REPORT.search(line)
         # Read from the run's folder: the path on the console may be redacted.
-        reports = sorted((self.folder / "stalls").glob("*.txt"), key=lambda path: path.stat().st_mtime)
+        reports = sorted((self.folder / "hangs").glob("*.txt"), key=lambda path: path.stat().st_mtime)
         text = reports[-1].read_text() if report and reports else ""
         right = {
             "the target": case.target in match[2],
-            "the deadline": re.fullmatch(rf"{case.deadline}={case.seconds:g}", match[4]) is not None,
+            "the timeout": re.fullmatch(rf"{case.timeout}={case.seconds:g}", match[4]) is not None,
             "the finding": case.finding in finding,
             "the process": not pid or str(pid) in finding,
             "the report": case.stack in text and "Pending calls:" in text,

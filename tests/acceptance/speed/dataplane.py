@@ -23,7 +23,7 @@ import ray
 from _common import finish
 
 from verl.cluster.actors import ActorGroup
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES
+from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS
 from verl.cluster.session import connect, disconnect
 from verl.config.batch_sizes import BatchSizes
 from verl.data.plan import Planner, RankPlan
@@ -125,7 +125,7 @@ async def measure(samples: int, tokens: int) -> tuple[Figures, list[SampleHandle
     plan = planner_of(samples, BUDGET).plan(handles)
     plan_s = time.perf_counter() - planning
     sent = sum(len(ray.cloudpickle.dumps(rank)) for rank in plan.ranks)
-    pulled = sum(await policy.call("prepare", per_rank=plan.ranks, deadline=DEFAULT_DEADLINES.train))
+    pulled = sum(await policy.call("prepare", per_rank=plan.ranks, timeout=DEFAULT_TIMEOUTS.train))
     grown = psutil.Process().memory_info().rss - before
     for actor in (*episodes, *workers):
         ray.kill(actor)

@@ -38,7 +38,7 @@ from verl.rollout.replica_pool import EnginePool
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.build.placement import place_engines
 from verl.trainer.build.rl_builder import RANKS_PER_EPISODE_WORKER, build_supervisor
-from verl.trainer.build.worker_settings import build_planner, deadlines, episode_settings, train_settings
+from verl.trainer.build.worker_settings import build_planner, episode_settings, timeouts, train_settings
 from verl.trainer.launcher import rare_garbage_collection
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
@@ -92,7 +92,7 @@ class Controller:
         config, cluster, console = self.config, self.cluster, RecordingConsole()
         pool: Any = cluster
         ranks = count_train_ranks(config)
-        self.policy = PolicyGroup.spawn(pool, ranks, deadlines=deadlines(config))
+        self.policy = PolicyGroup.spawn(pool, ranks, timeouts=timeouts(config))
         self.engines = place_engines(config, pool, "cuda", ["0"] * ranks)
         self.workers = max(1, ranks // RANKS_PER_EPISODE_WORKER)
         self.supervisor = build_supervisor(config, self.engines, RestartTracker(console), shares_devices=True)

@@ -9,7 +9,7 @@ import pytest
 from simulated_clock import simulate
 
 from verl.cluster.actors import ActorGroup
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES
+from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS
 from verl.errors import ProcessLostError
 
 pytestmark = pytest.mark.unit
@@ -42,7 +42,7 @@ async def is_stuck() -> int:
 
 
 def call(*parts: Part) -> list[int]:
-    return simulate(group_of(*parts).call("update", deadline=DEFAULT_DEADLINES.train))
+    return simulate(group_of(*parts).call("update", timeout=DEFAULT_TIMEOUTS.train))
 
 
 def test_replies_are_in_the_order_of_the_ranks() -> None:

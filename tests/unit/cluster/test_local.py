@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from verl.cluster.actors import ActorGroup, get_objects, kill_actor
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, UNLIMITED_S, CallTarget, Deadlines
+from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, UNLIMITED_S, CallTarget, Timeouts
 from verl.cluster.local import LocalPool
 from verl.cluster.object_store import get_all, put
 
@@ -35,7 +35,7 @@ async def test_methods_and_coroutines_are_called_like_remote_ones() -> None:
     actor = LocalPool().spawn(Worker, 1, device=0, share=0.5, is_async=True)
     assert await actor.add.remote(1) == 2
     assert await actor.wait_and_add.remote(2) == 4
-    assert await ActorGroup("worker", [actor]).call("add", 5, deadline=DEFAULT_DEADLINES.train) == [9]
+    assert await ActorGroup("worker", [actor]).call("add", 5, timeout=DEFAULT_TIMEOUTS.train) == [9]
 
 
 async def test_errors_are_raised_where_the_reference_is_awaited() -> None:
@@ -52,7 +52,7 @@ async def test_put_does_not_copy() -> None:
     references = [put(thing), put(2)]
     assert await references[0] is thing
     assert get_all(references, timeout=1) == [thing, 2]
-    assert get_objects(references, action="give", target=CallTarget("store"), deadline=DEFAULT_DEADLINES.train) == [
+    assert get_objects(references, action="give", target=CallTarget("store"), timeout=DEFAULT_TIMEOUTS.train) == [
         thing,
         2,
     ]
@@ -64,8 +64,8 @@ def test_killing_an_actor_leaves_its_process_group() -> None:
     assert worker.has_left
 
 
-def test_local_runs_have_no_deadlines() -> None:
-    assert Deadlines.unlimited().longest_s == UNLIMITED_S
+def test_local_runs_have_no_timeouts() -> None:
+    assert Timeouts.unlimited().longest_s == UNLIMITED_S
 
 
 async def test_every_public_method_of_an_actor_is_remote_even_close() -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from verl.cluster.hangs.detector import StalledCall, Watchdog
-from verl.cluster.hangs.pending_calls import CallTarget, Deadline, PendingCalls
+from verl.cluster.hangs.pending_calls import CallTarget, PendingCalls, Timeout
 from verl.cluster.hangs.process_info import ProcessInfo
 from verl.cluster.hangs.report import ProcessLocation, Reporter, diagnose
 
 pytestmark = pytest.mark.unit
 
-DEADLINE = Deadline(20.0, "trainer.deadlines.train")
+TIMEOUT = Timeout(20.0, "trainer.deadlines.train")
 RANKS = tuple(CallTarget("train worker", rank) for rank in range(4))
 LOCATIONS = {target: ProcessLocation(100 + rank, "node", "10.0.0.1") for rank, target in enumerate(RANKS)}
 IN_A_COLLECTIVE = (
@@ -24,7 +24,7 @@ IDLE = ("wait (/lib/threading.py:327)", "_run (/x/verl/cluster/hangs/detector.py
 
 
 def stall(*targets: CallTarget, peers: int = 4, cause: str = "") -> StalledCall:
-    return StalledCall("controller", "update", targets, 20.0, 0.0, DEADLINE, True, peers, ("the table",), cause)
+    return StalledCall("controller", "update", targets, 20.0, 0.0, TIMEOUT, True, peers, ("the table",), cause)
 
 
 def process(target: CallTarget, *frames: str, state: str = "sleeping") -> list[ProcessInfo]:
@@ -97,9 +97,9 @@ def reporter(folder: Path, lines: list[str]) -> Reporter:
 
 def test_the_report_holds_the_table_and_all_stacks_and_the_console_names_it(tmp_path: Path) -> None:
     lines: list[str] = []
-    path = reporter(tmp_path / "stalls", lines).report(stall(*RANKS[:2], peers=2))
+    path = reporter(tmp_path / "hangs", lines).report(stall(*RANKS[:2], peers=2))
     text = Path(path).read_text()
-    assert Path(path).parent == tmp_path / "stalls"
+    assert Path(path).parent == tmp_path / "hangs"
     for part in ("the table", "train worker 1: pid 101 on 10.0.0.1", *IN_A_HOOK, *IN_A_COLLECTIVE, "test_report.py"):
         assert part in text
     [line] = lines
@@ -116,9 +116,9 @@ def test_a_known_cause_is_reported_as_it_is(tmp_path: Path) -> None:
     assert "my_reward.py: gave no score. Full report" in lines[0]
 
 
-def test_at_half_of_the_deadline_there_is_a_line_and_no_report(tmp_path: Path) -> None:
+def test_at_half_of_the_timeout_there_is_a_line_and_no_report(tmp_path: Path) -> None:
     lines: list[str] = []
-    half = StalledCall("controller", "update", RANKS[:1], 10.0, 0.0, DEADLINE, is_overdue=False)
+    half = StalledCall("controller", "update", RANKS[:1], 10.0, 0.0, TIMEOUT, is_overdue=False)
     assert reporter(tmp_path, lines).report(half) == ""
     assert lines[0].endswith("timeout after 20 s (trainer.deadlines.train=20)")
     assert list(tmp_path.iterdir()) == []
@@ -128,9 +128,9 @@ def test_all_calls_that_a_report_covers_get_its_path_also_later_ones() -> None:
     now = [0.0]
     calls = PendingCalls(lambda: now[0])
     watchdog = Watchdog(calls, "controller", lambda stall: "report.txt" if stall.is_overdue else "")
-    with calls.track_call("update", target=RANKS[0], deadline=DEADLINE) as first:
+    with calls.track_call("update", target=RANKS[0], timeout=TIMEOUT) as first:
         now[0] = 10.0
-        with calls.track_call("update", target=RANKS[0], deadline=DEADLINE) as second:
+        with calls.track_call("update", target=RANKS[0], timeout=TIMEOUT) as second:
             watchdog.tick()
             assert (first.report, second.report) == ("", "")
             now[0] = 20.0

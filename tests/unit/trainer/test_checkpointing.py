@@ -13,7 +13,7 @@ from recording_console import RecordingConsole
 
 from verl.checkpoint.files import write
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
-from verl.cluster.hangs.pending_calls import PENDING_CALLS, Deadline
+from verl.cluster.hangs.pending_calls import PENDING_CALLS, Timeout
 from verl.errors import CheckpointError
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 
@@ -91,12 +91,12 @@ class Hanging(CheckpointDir):
         setattr(self, call, lambda *args: self.let_go.wait() and real(*args))
 
 
-A_MOMENT = Deadline(0.05, "trainer.deadlines.checkpoint")
+A_MOMENT = Timeout(0.05, "trainer.deadlines.checkpoint")
 
 
 async def test_a_save_times_out_if_the_file_system_hangs(tmp_path: Path) -> None:
     hanging = Hanging(tmp_path, "begin")
-    checkpointer = Checkpointer(Writing(), hanging, RecordingConsole(), deadline=A_MOMENT)
+    checkpointer = Checkpointer(Writing(), hanging, RecordingConsole(), timeout=A_MOMENT)
     with pytest.raises(
         CheckpointError, match=rf"waiting for the file system of {tmp_path} \(begin a checkpoint\).*checkpoint=0.05"
     ):
@@ -119,7 +119,7 @@ async def test_old_checkpoints_that_cannot_be_deleted_in_time_are_advice(tmp_pat
     hanging, screen = Hanging(tmp_path, "prune"), RecordingConsole()
     checkpointer = Checkpointer(Writing(), hanging, screen)
     await checkpointer.save(1, {})
-    checkpointer._deadline = A_MOMENT
+    checkpointer._timeout = A_MOMENT
     await checkpointer.finish()
     assert "(delete old checkpoints)" in screen.messages[-1]
     hanging.let_go.set()

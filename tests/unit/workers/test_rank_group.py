@@ -71,7 +71,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_deadline_starts_when_the_ranks_are_free() -> None:
+async def test_a_timeout_starts_when_the_ranks_are_free() -> None:
     ranks = Rank(), Rank()
     group = group_of(*ranks)
     preparing = asyncio.ensure_future(group.prepare(PLAN))

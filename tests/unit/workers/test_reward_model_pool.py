@@ -139,7 +139,7 @@ async def test_the_only_model_scores_its_conversations_after_its_restart() -> No
 
 
 @in_simulated_time
-async def test_when_none_comes_back_everything_fails_after_one_deadline_and_says_why() -> None:
+async def test_when_none_comes_back_everything_fails_after_one_timeout_and_says_why() -> None:
     lost = Model(1)
     lost.refusals = [EngineError("no memory left on the device")] * 100
     lost.die()

@@ -1,4 +1,4 @@
-"""Finds calls that are past half of their deadline or all of it, in a thread, since event loops may be blocked."""
+"""Finds calls that are past half of their timeout or all of it, in a thread, since event loops may be blocked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from verl.cluster.hangs.pending_calls import CallTarget, Deadline, PendingCall, PendingCalls, format_targets
+from verl.cluster.hangs.pending_calls import CallTarget, PendingCall, PendingCalls, Timeout, format_targets
 
 TICK_S = 0.5
 REPEAT_S = 600.0  # a call that is slow every time is mentioned this often
@@ -22,14 +22,14 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class StalledCall:
-    """Calls of one process with the same action to targets of one kind, past half of their deadline or all of it."""
+    """Calls of one process with the same action to targets of one kind, past half of their timeout or all of it."""
 
     caller: str
     action: str
     targets: tuple[CallTarget, ...]
     elapsed_s: float
     since: float  # wall-clock time
-    deadline: Deadline
+    timeout: Timeout
     is_overdue: bool
     peers: int = 0  # size of the group that got the call; members that are not among the targets have returned
     pending: tuple[str, ...] = ()  # all pending calls of the caller, formatted
@@ -63,7 +63,7 @@ class HangDetector:
             late = [
                 call
                 for call in group
-                if call.remaining_s <= call.deadline.seconds / 2
+                if call.remaining_s <= call.timeout.seconds / 2
                 and call.key not in self._overdue
                 and now - self._mentioned.get(call.key, float("-inf")) > REPEAT_S
             ]
@@ -80,7 +80,7 @@ class HangDetector:
             targets=tuple(sorted({call.target for call in calls})),
             elapsed_s=oldest.elapsed_s,
             since=time.time() - oldest.elapsed_s,
-            deadline=oldest.deadline,
+            timeout=oldest.timeout,
             is_overdue=is_overdue,
             peers=oldest.peers,
             pending=format_pending(self._caller, self._calls),
@@ -95,7 +95,7 @@ def format_pending(caller: str, calls: PendingCalls) -> tuple[str, ...]:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - oldest.elapsed_s))
         count = f" ({len(group)} times)" if len(group) > 1 else ""
         lines.append(
-            f"{caller:<18}  {target!s:<22}  {action + count:<30}  {since}  {oldest.elapsed_s:7.0f} s  {oldest.deadline}"
+            f"{caller:<18}  {target!s:<22}  {action + count:<30}  {since}  {oldest.elapsed_s:7.0f} s  {oldest.timeout}"
         )
     return tuple(lines)
 

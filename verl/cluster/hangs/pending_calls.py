@@ -1,4 +1,4 @@
-"""The calls that this process waits for. Each has an action, a target and a deadline (`trainer.deadlines`); the
+"""The calls that this process waits for. Each has an action, a target and a timeout (`trainer.deadlines`); the
 watchdog checks them."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MARGIN_S = 60.0
 """Added to timeouts of others around the same call, so that the tracked call, which is reported, expires first."""
 
 
-class Deadline(NamedTuple):
+class Timeout(NamedTuple):
     """A duration and the setting that it comes from, for messages."""
 
     seconds: float
@@ -33,33 +33,33 @@ class Deadline(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Deadlines:
-    """The deadlines of a run, one for each kind of call."""
+class Timeouts:
+    """The timeouts of a run, one for each kind of call."""
 
-    devices: Deadline
-    start: Deadline
-    generation: Deadline
-    train: Deadline
-    weights: Deadline
-    checkpoint: Deadline
-    reply: Deadline
-    close: Deadline
+    devices: Timeout
+    start: Timeout
+    generation: Timeout
+    train: Timeout
+    weights: Timeout
+    checkpoint: Timeout
+    reply: Timeout
+    close: Timeout
 
     @property
     def longest_s(self) -> float:
         return max(getattr(self, name).seconds for name in DeadlinesConfig.model_fields)
 
     @classmethod
-    def from_config(cls, section: DeadlinesConfig) -> Deadlines:
-        return cls(**{name: Deadline(seconds, f"trainer.deadlines.{name}") for name, seconds in section})
+    def from_config(cls, section: DeadlinesConfig) -> Timeouts:
+        return cls(**{name: Timeout(seconds, f"trainer.deadlines.{name}") for name, seconds in section})
 
     @classmethod
-    def unlimited(cls) -> Deadlines:
-        """Return deadlines for a run in one process, where a debugger may stop everything."""
-        return cls(**{name: Deadline(UNLIMITED_S) for name in DeadlinesConfig.model_fields})
+    def unlimited(cls) -> Timeouts:
+        """Return timeouts for a run in one process, where a debugger may stop everything."""
+        return cls(**{name: Timeout(UNLIMITED_S) for name in DeadlinesConfig.model_fields})
 
 
-DEFAULT_DEADLINES = Deadlines.from_config(DeadlinesConfig())
+DEFAULT_TIMEOUTS = Timeouts.from_config(DeadlinesConfig())
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -84,7 +84,7 @@ def format_targets(targets: Sequence[CallTarget]) -> str:
 
 @dataclass(slots=True)
 class Progress:
-    """When a target last finished anything: the deadline of calls that share it starts from there."""
+    """When a target last finished anything: the timeout of calls that share it starts from there."""
 
     finished_at: float = float("-inf")
 
@@ -95,7 +95,7 @@ class PendingCall:
 
     action: str
     target: CallTarget
-    deadline: Deadline
+    timeout: Timeout
     clock: Callable[[], float]
     progress: Progress = field(default_factory=Progress)
     peers: int = 0  # size of the group that got the same call, such as the ranks of a model
@@ -116,7 +116,7 @@ class PendingCall:
 
     @property
     def remaining_s(self) -> float:
-        return self.deadline.seconds - self.elapsed_s
+        return self.timeout.seconds - self.elapsed_s
 
 
 class PendingCalls:
@@ -129,10 +129,10 @@ class PendingCalls:
 
     @contextmanager
     def track_call(
-        self, action: str, *, target: CallTarget, deadline: Deadline, progress: Progress | None = None, peers: int = 0
+        self, action: str, *, target: CallTarget, timeout: Timeout, progress: Progress | None = None, peers: int = 0
     ) -> Iterator[PendingCall]:
-        """Register a call while the block runs. The caller enforces the deadline itself."""
-        call = PendingCall(action, target, deadline, self.clock, progress or Progress(), peers)
+        """Register a call while the block runs. The caller enforces the timeout itself."""
+        call = PendingCall(action, target, timeout, self.clock, progress or Progress(), peers)
         self._calls[id(call)] = call
         try:
             yield call

@@ -20,11 +20,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.cluster.device_pool import run_on_node
 from verl.cluster.hangs.detector import REPEAT_S, StalledCall, Watchdog, format_pending
 from verl.cluster.hangs.pending_calls import (
-    DEFAULT_DEADLINES,
+    DEFAULT_TIMEOUTS,
     PENDING_CALLS,
     CallTarget,
-    Deadline,
     Progress,
+    Timeout,
     track_call,
 )
 from verl.cluster.hangs.process_info import ProcessInfo, enable_stack_dumps, inspect_processes
@@ -88,17 +88,17 @@ def _register_process(target: CallTarget) -> None:
     _registry.register.remote(target, ProcessLocation(os.getpid(), node, ray.util.get_node_ip_address()))
 
 
-def report_failed_call(action: str, target: CallTarget, deadline: Deadline, cause: str) -> None:
+def report_failed_call(action: str, target: CallTarget, timeout: Timeout, cause: str) -> None:
     """Report a call that has timed out and was handled by its caller; the same kind only now and then."""
     if time.monotonic() - _reported.get((action, target), float("-inf")) > REPEAT_S:
         _reported[action, target] = time.monotonic()
-        since = time.time() - deadline.seconds
-        _send(StalledCall(_caller, action, (target,), deadline.seconds, since, deadline, is_overdue=True, cause=cause))
+        since = time.time() - timeout.seconds
+        _send(StalledCall(_caller, action, (target,), timeout.seconds, since, timeout, is_overdue=True, cause=cause))
 
 
-def report_restart(action: str, target: CallTarget, deadline: Deadline) -> None:
-    """Report at once, not after half of the deadline, that a lost process is being waited for."""
-    _send(StalledCall(_caller, action, (target,), 0.0, time.time(), deadline, is_overdue=False))
+def report_restart(action: str, target: CallTarget, timeout: Timeout) -> None:
+    """Report at once, not after half of the timeout, that a lost process is being waited for."""
+    _send(StalledCall(_caller, action, (target,), 0.0, time.time(), timeout, is_overdue=False))
 
 
 def _send(stalled: StalledCall) -> str:
@@ -116,12 +116,12 @@ def watch_for_hangs(
     folder: Path,
     note: Callable[[str], None],
     warn: Callable[[str], None],
-    loop_deadline: Deadline = DEFAULT_DEADLINES.reply,
+    loop_timeout: Timeout = DEFAULT_TIMEOUTS.reply,
 ) -> Iterator[None]:
     """Report stalled calls of this process, the controller, and of all actors that register while the block runs.
 
     `note` prints slow calls, `warn` overdue ones, whose reports go into `folder`. The running event loop is watched as
-    well: it may be blocked for `loop_deadline`.
+    well: it may be blocked for `loop_timeout`.
     """
     global _registry
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -143,7 +143,7 @@ def watch_for_hangs(
     watchdog = Watchdog(PENDING_CALLS, CONTROLLER, reporter.report, on_tick)
     watchdog.start()
     try:
-        with track_call("turn its event loop", target=target, deadline=loop_deadline, progress=progress):
+        with track_call("turn its event loop", target=target, timeout=loop_timeout, progress=progress):
             yield
     finally:
         watchdog.close()

@@ -45,24 +45,24 @@ class Reporter:
     def report(self, stalled: StalledCall) -> str:
         """Print the call; if it is overdue, also write a report and return its path."""
         if not stalled.is_overdue:
-            self.note(f"{stalled.describe()}; timeout after {stalled.deadline.seconds:g} s ({stalled.deadline})")
+            self.note(f"{stalled.describe()}; timeout after {stalled.timeout.seconds:g} s ({stalled.timeout})")
             return ""
         locations = self.locate(stalled.targets)
         processes = {} if stalled.cause else self.inspect(locations)
         findings = [stalled.cause] if stalled.cause else diagnose(stalled, locations, processes)
         path = self._write(stalled, findings, locations, processes)
         first, more = findings[0].splitlines()[0], f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-        self.warn(f"{stalled.describe()}: deadline exceeded ({stalled.deadline}). {first}{more}. Full report: {path}")
+        self.warn(f"{stalled.describe()}: timeout exceeded ({stalled.timeout}). {first}{more}. Full report: {path}")
         return path
 
     def _write(self, stalled: StalledCall, findings: Sequence[str], locations: Locations, processes: Processes) -> str:
         now = time.time()
         clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
         parts = [
-            f"{clock}: {stalled.describe()}; deadline: {stalled.deadline}",
+            f"{clock}: {stalled.describe()}; timeout: {stalled.timeout}",
             _section("Findings", findings),
             _section(
-                "Pending calls: caller, target, action, since, elapsed, deadline",
+                "Pending calls: caller, target, action, since, elapsed, timeout",
                 dict.fromkeys((*self.list_pending(), *stalled.pending)),
             ),
         ]

@@ -15,7 +15,7 @@ from verl.config.batch_sizes import count_engine_devices, count_engines
 from verl.config.features import scores_responses
 from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema.root import Config
-from verl.trainer.build.worker_settings import deadlines, engine_settings, reward_model_settings
+from verl.trainer.build.worker_settings import engine_settings, reward_model_settings, timeouts
 from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 
@@ -56,7 +56,7 @@ def place_engines(
             ",".join((accelerators or ())[first : first + width]),
             device=first,
             share=width / at_once if accelerators is None else 0,
-            deadlines=deadlines(config),
+            timeouts=timeouts(config),
         )
         engines.append(engine)
     return engines
@@ -79,7 +79,7 @@ def place_reward_models(
             reward_model_settings(config, device, index),
             ",".join(accelerators[first : first + width]),
             device=first,
-            deadlines=deadlines(config),
+            timeouts=timeouts(config),
         )
         models.append(replica)
     return models

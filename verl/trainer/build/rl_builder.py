@@ -35,8 +35,8 @@ from verl.trainer.build.runtime import RunBuilder, device_hints
 from verl.trainer.build.worker_settings import (
     build_planner,
     coarsest_dtype,
-    deadlines,
     episode_settings,
+    timeouts,
     train_settings,
 )
 from verl.trainer.evaluator import Evaluator
@@ -266,7 +266,7 @@ def build_supervisor(
     *,
     shares_devices: bool = False,
 ) -> EngineSupervisor:
-    limits = deadlines(config)
+    limits = timeouts(config)
     return EngineSupervisor(
         engines,
         restarts.engine,

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.cluster.device_pool import DevicePool, count_live_devices
-from verl.cluster.hangs.pending_calls import CallTarget, Deadline, track_call
+from verl.cluster.hangs.pending_calls import CallTarget, Timeout, track_call
 from verl.cluster.hangs.registry import watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
 from verl.cluster.session import detect_device, disconnect, reconnect, write_timeline
@@ -26,7 +26,7 @@ from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sink import RunInfo, Sink
 from verl.tracking.sinks import open_sinks
-from verl.trainer.build.worker_settings import deadlines
+from verl.trainer.build.worker_settings import timeouts
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 from verl.trainer.profiling import build_profiler, nsys_options
 from verl.trainer.restarts import RestartTracker
@@ -63,7 +63,7 @@ async def _fit_to_devices(config: C, device: str, console: Console) -> C:
         f"{left}: waiting up to trainer.faults.node_wait={settings.node_wait:g} s for more; set "
         "trainer.faults.on_lost_node=shrink to continue with fewer"
     )
-    with track_call(f"have {wanted} devices", target=CallTarget("cluster"), deadline=Deadline(settings.node_wait)):
+    with track_call(f"have {wanted} devices", target=CallTarget("cluster"), timeout=Timeout(settings.node_wait)):
         await count_live_devices(device, wanted + extra, timeout_s=settings.node_wait)
     return config  # the pool raises if there are still too few
 
@@ -128,7 +128,7 @@ class RunBuilder(Generic[C]):
             self.pool, self.device = LocalPool(), detect_local_device() if device == "auto" else device
             self._check_device()
             return
-        limits = deadlines(self.config)
+        limits = timeouts(self.config)
         self._closing.callback(disconnect)
         with timer(self.times, "start_ray"):
             options, wait_s = self.config.ray_kwargs.ray_init.arguments(), self.config.trainer.faults.node_wait
@@ -136,8 +136,8 @@ class RunBuilder(Generic[C]):
                 self.console.note(note)
         if timeline := self.config.ray_kwargs.timeline_json_file:
             self._closing.callback(_write_timeline, Path(timeline), self.console)
-        stalls = self.config.trainer.checkpoint_dir / "stalls"
-        self._closing.enter_context(watch_for_hangs(stalls, self.console.note, self.console.advice, limits.reply))
+        hangs = self.config.trainer.checkpoint_dir / "hangs"
+        self._closing.enter_context(watch_for_hangs(hangs, self.console.note, self.console.advice, limits.reply))
         self.device = detect_device() if device == "auto" else device
         self._check_device()
         if self.restarts.has_restarted:
@@ -148,8 +148,8 @@ class RunBuilder(Generic[C]):
     async def reserve_devices(self, count: int, width: int, setting: str) -> DevicePool:
         """Reserve devices of the cluster until the run ends; `setting` is what to lower if there are too few."""
         owned = f"{os.cpu_count()} cores here" if self.device == "cpu" else "its GPUs"
-        fix, deadline = f"set {setting} to what a machine has: {owned}", deadlines(self.config).devices
-        pool = await asyncio.to_thread(DevicePool, count, self.device, width=width, fix=fix, deadline=deadline)
+        fix, timeout = f"set {setting} to what a machine has: {owned}", timeouts(self.config).devices
+        pool = await asyncio.to_thread(DevicePool, count, self.device, width=width, fix=fix, timeout=timeout)
         self._closing.callback(pool.close)
         return pool
 
@@ -164,7 +164,7 @@ class RunBuilder(Generic[C]):
 
     def spawn_train_workers(self, group: type[G]) -> G:
         ranks, nsys = count_train_ranks(self.config), nsys_options(self.config)
-        workers = group.spawn(self.pool, ranks, deadlines=deadlines(self.config), nsys=nsys)
+        workers = group.spawn(self.pool, ranks, timeouts=timeouts(self.config), nsys=nsys)
         self._closing.callback(workers.close)
         return workers
 
@@ -196,7 +196,7 @@ def build_checkpointer(
         console,
         run=_signature(config),
         keep=config.trainer.max_ckpts_to_keep,
-        deadline=deadlines(config).checkpoint,
+        timeout=timeouts(config).checkpoint,
     )
 
 
@@ -250,7 +250,7 @@ async def resume(config: Config | SftConfig, policy: RankGroup, stream: PromptSt
             raise CheckpointError(f"trainer.resume_from_path={path}: is incomplete: {'; '.join(damage)}")
     else:
         source = CheckpointDir(config.trainer.checkpoint_dir)
-        step = await find_checkpoint(source, policy.verify, console, deadlines(config).checkpoint)
+        step = await find_checkpoint(source, policy.verify, console, timeouts(config).checkpoint)
     if step is None:
         return 0
     saved = source.read_trainer_state(step)

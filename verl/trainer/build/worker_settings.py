@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl.cluster.hangs.pending_calls import Deadlines
+from verl.cluster.hangs.pending_calls import Timeouts
 from verl.config.batch_sizes import (
     count_engine_devices,
     count_policy_steps,
@@ -51,9 +51,9 @@ from verl.workers.episodes import DatasetSettings, EpisodeSettings
 from verl.workers.train import TrainSettings
 
 
-def deadlines(config: Config | SftConfig) -> Deadlines:
+def timeouts(config: Config | SftConfig) -> Timeouts:
     """Return how long one process waits for another; forever if all run in one process."""
-    return Deadlines.unlimited() if config.trainer.local else Deadlines.from_config(config.trainer.deadlines)
+    return Timeouts.unlimited() if config.trainer.local else Timeouts.from_config(config.trainer.deadlines)
 
 
 def train_settings(config: Config, total_steps: int, device: str) -> TrainSettings:
@@ -81,7 +81,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     return TrainSettings(
         seed=config.trainer.seed,
         external_modules=model.external_modules,
-        deadlines=deadlines(config),
+        timeouts=timeouts(config),
         deterministic=config.trainer.deterministic and device != "cpu",
         memory_advice=rl_memory_advice(config),
         actor=replace(
@@ -236,7 +236,7 @@ def episode_settings(
     """Return the settings of each of `workers` episode workers. `reward` replaces the configured reward function."""
     has_function = uses_reward_function(config) and scores_responses(config)
     function = reward_pool_settings(config, workers, reward) if has_function else None
-    return EpisodeSettings(config, datasets, function, list(reward_components(config)), deadlines(config))
+    return EpisodeSettings(config, datasets, function, list(reward_components(config)), timeouts(config))
 
 
 def reward_model_settings(config: Config, device: str, index: int) -> RewardModelSettings:
