@@ -13,7 +13,7 @@ from ray._private.utils import get_ray_address_file
 def get_address_file() -> Path:
     """Return the file in which `ray start` stores the address of this machine's cluster.
 
-    `ray.init(address="auto")` reads it, too, but trusts it whatever its owner.
+    `ray.init(address="auto")` reads it, too, but trusts a file of any owner.
     """
     return Path(get_ray_address_file(None))
 

@@ -35,7 +35,7 @@ CLUSTER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # several processes share the cores
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_gcs_server_port_wait_time_s": "120",
-    # Ray's Prometheus endpoints need no token, and nobody reads them: -1 disables them.
+    # Ray's Prometheus endpoints require no token and are not used: -1 disables them.
     "RAY_enable_metrics_collection": "0",
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",
@@ -99,7 +99,7 @@ def is_connected() -> bool:
 
 
 def owns_cluster() -> bool:
-    """Return whether this process started the cluster, so that nobody else restarts parts of it."""
+    """Return whether this process started the cluster, so that no other process restarts parts of it."""
     return is_connected() and _owns_cluster
 
 

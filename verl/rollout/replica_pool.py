@@ -22,7 +22,7 @@ M = TypeVar("M", bound="ReplicaHandle")
 Request = tuple[Sequence[int], SamplingParams]
 
 SPILL = 8  # requests that the engine of a prompt may be ahead of the least loaded one
-MAX_LOSSES = 5  # of replicas that one request ran on; after that the request is the likely cause
+MAX_LOSSES = 5  # a request that ran on so many lost replicas is the likely cause
 
 
 class ReplicaHandle(Protocol):
@@ -45,7 +45,7 @@ class Replica(Generic[M]):
     handle: M
     is_ready: bool = True
     has_left: bool = False  # for good; requests may still run on it
-    reason: str = ""  # of its loss
+    reason: str = ""  # why it was lost
     load: int = 0  # outstanding tokens
     last_finish: float = -math.inf  # when it last finished a request
     has_batch: bool = False
@@ -358,6 +358,6 @@ class EnginePool(ReplicaPool[ManagedEngine]):
         is_ready = False
         while not is_ready:
             await asyncio.sleep(self._poll_interval_s)
-            with suppress(Exception):  # process boundary: whatever it is, it is not ready
+            with suppress(Exception):  # process boundary: with any error, the replica is not ready
                 is_ready = await with_timeout(replica.handle.is_ready(), self._reply_timeout_s)
         replica.last_finish = asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""Supervision of rollout engines: restarts those that fail, lets engines join and leave."""
+"""Supervision of rollout engines: restarts engines that fail, lets engines join and leave."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EngineState(Enum):
     SYNCING = "syncing"
     PROBING = "probing"
     GIVEN_UP = "given up"
-    DRAINING = "draining"  # gets no new requests, finishes those that run
+    DRAINING = "draining"  # gets no new requests, finishes the running ones
     LEFT = "left"
 
 
@@ -79,7 +79,7 @@ class EngineSlot:
     engine: ManagedEngine
     state: EngineState = EngineState.STARTING
     task: asyncio.Future[None] | None = None  # supervises the engine
-    reason: str = ""  # of the last loss
+    reason: str = ""  # why it was lost the last time
     down_since: float = 0.0
     joins: bool = False  # during the run, and was not ready yet
     was_lost: asyncio.Event = field(default_factory=asyncio.Event)
@@ -195,7 +195,7 @@ class EngineSupervisor:
 
     @property
     def engines(self) -> list[Any]:
-        """All engines, also those that are not in the view."""
+        """All engines, also engines that are not in the view."""
         return [slot.engine for slot in self._slots.values()]
 
     @property
@@ -348,7 +348,7 @@ class EngineSupervisor:
     def _check_ended(self, slot: EngineSlot, reason: str) -> None:
         """Raise if an engine that will not be started again may still serve requests or use a shared device."""
         must_end = slot.has_ended if self.shares_devices else slot.is_silent
-        if not must_end.is_set():  # such as on a machine that others still reach
+        if not must_end.is_set():  # its machine may only be unreachable from here
             raise ProcessLostError(
                 f"rollout engine {slot.engine_id} could not be ended, and may still serve old weights or use its "
                 f"device: {reason}"

@@ -53,7 +53,7 @@ class Receiver(Protocol):
 
 
 class HostTransport:
-    """Sends through host memory: the source packs a bucket while every receiver loads the one before it."""
+    """Sends through host memory: the source packs a bucket while every receiver loads the previous one."""
 
     supports_sync_one = True  # a single receiver, whose process is new, can be reached
 
@@ -121,7 +121,7 @@ class Receivers(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Return the number of all receivers, with those that are restarting or given up."""
+        """Return the number of all receivers, including receivers that are restarting or given up."""
         ...
 
     def mark_lost(self, engine_id: int, error: ProcessLostError) -> None:

@@ -106,7 +106,7 @@ class EpisodePool:
 
 
 class EpisodeClient:
-    """Runs groups of episodes. A request fails with the engines: when none is left, nobody waits for a response."""
+    """Runs groups of episodes. Requests fail as soon as no engine is left that could respond."""
 
     def __init__(
         self,

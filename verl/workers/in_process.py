@@ -77,7 +77,7 @@ class Rollout:
     response: str
     score: float
     sample: Sample
-    temperature: float = 1.0  # of sampling
+    temperature: float = 1.0  # at which the response was sampled
 
 
 class RolloutWorker:
@@ -155,7 +155,7 @@ class RolloutWorker:
                 of these.
 
         Returns:
-            The responses, those of one prompt next to each other.
+            The responses; responses to the same prompt are adjacent.
 
         Raises:
             RewardError: If a response could not be scored.

@@ -1,4 +1,4 @@
-"""Exchange of settings and state between the training engine's optimizer and the user's, which is the one saved."""
+"""Exchange of settings and state between the training engine's optimizer and the user's, which users save."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class TrainWorker(BaseTrainWorker):
     """The actor of one rank of a policy and its other models."""
 
     _settings: TrainSettings
-    _plan: RankPlan  # of the current step
+    _plan: RankPlan  # for the current step
     _sender: WeightSender | None = None
 
     @explain_out_of_memory

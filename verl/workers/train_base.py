@@ -96,7 +96,7 @@ class BaseTrainWorker:
 
         host, port = address
         self._settings = settings
-        # The controller times out first: it can name the missing rank, those in the collective cannot.
+        # The controller times out first: it can name the missing rank, the ranks in the collective cannot.
         timeout_s = settings.timeouts.longest_s + MARGIN_S
         device = settings.actor.device
         if settings.deterministic:

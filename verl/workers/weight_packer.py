@@ -1,4 +1,4 @@
-"""Packs the weights of a train worker into buckets, one at a time, while rollout engines load the one before."""
+"""Packs the weights of a train worker into buckets, one at a time, while rollout engines load the previous one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl.cluster.object_store import put
 from verl.types import LocalShard
 from verl.weights.bucket import Allocate, SharedBucket, SharedBuffer, WeightBucket, allocate_memory, pack
 
-OPEN_BUCKETS = 2  # the one that is loaded, and the one that is packed
+OPEN_BUCKETS = 2  # one is loaded while the next is packed
 FIRST_SHARE = 8  # the first bucket is smaller by this factor, so that engines soon have something to load
 
 
@@ -56,7 +56,7 @@ class WeightPacker:
         """Return the next bucket, or a reference to it; None after the last one."""
         bucket = next(self._buckets, None)
         if bucket is None:
-            self._free_buffers(keep=1)  # the one that is loaded
+            self._free_buffers(keep=1)  # engines still load the last bucket
             return None
         if self._is_one_machine:
             return SharedBucket(bucket.slots, self._buffers[-1].path, bucket.data.nbytes)

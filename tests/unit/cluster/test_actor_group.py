@@ -54,6 +54,6 @@ def test_the_death_of_a_rank_is_raised_although_another_failed_first() -> None:
         call(fails, dies)
 
 
-def test_an_error_without_a_death_is_raised_as_it_is() -> None:
+def test_an_error_without_a_death_is_raised_unchanged() -> None:
     with pytest.raises(RuntimeError, match="closed by peer"):
         call(fails, is_stuck)

@@ -29,7 +29,7 @@ def wait(endpoint: Endpoint, is_up: list[bool]) -> tuple[str, float]:
     return simulate(run())
 
 
-def test_a_gcs_that_died_is_named_after_its_patience() -> None:
+def test_a_dead_gcs_is_named_after_its_grace_period() -> None:
     lost, seconds = wait(GCS, [True, True])
     assert lost.startswith("Ray's GCS at 127.0.0.1:6379 has not accepted a connection for 6 s")
     assert seconds == 10.0
@@ -60,7 +60,7 @@ async def test_the_block_is_interrupted_with_the_loss_after_leaving_the_cluster(
     await asyncio.sleep(0)  # the task itself is not cancelled any more
 
 
-async def test_a_cancellation_by_others_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancellation_by_others_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "is_connected", lambda: False)
 
     async def work() -> None:

@@ -109,7 +109,7 @@ def test_the_same_call_to_many_targets_is_one_line(calls: PendingCalls, clock: C
     assert detector.poll() == []
 
 
-def test_a_call_that_stalls_another_time_is_reported_another_time(calls: PendingCalls, clock: Clock) -> None:
+def test_a_call_that_stalls_again_is_reported_again(calls: PendingCalls, clock: Clock) -> None:
     detector = HangDetector(calls, "controller")
     for _ in range(2):
         with calls.track_call("generate", target=ENGINE, timeout=MINUTE):

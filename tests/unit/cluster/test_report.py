@@ -95,7 +95,7 @@ def reporter(folder: Path, lines: list[str]) -> Reporter:
     )
 
 
-def test_the_report_holds_the_table_and_all_stacks_and_the_console_names_it(tmp_path: Path) -> None:
+def test_the_report_has_the_pending_calls_and_all_stacks_and_the_console_names_it(tmp_path: Path) -> None:
     lines: list[str] = []
     path = reporter(tmp_path / "hangs", lines).report(stall(*RANKS[:2], peers=2))
     text = Path(path).read_text()
@@ -108,7 +108,7 @@ def test_the_report_holds_the_table_and_all_stacks_and_the_console_names_it(tmp_
     assert line.endswith(f"Full report: {path}")
 
 
-def test_a_known_cause_is_reported_as_it_is(tmp_path: Path) -> None:
+def test_a_known_cause_is_reported_unchanged(tmp_path: Path) -> None:
     lines: list[str] = []
     stalled = stall(CallTarget("reward function"), peers=0, cause="my_reward.py: gave no score\nIt was here: f")
     text = Path(reporter(tmp_path, lines).report(stalled)).read_text()

@@ -33,14 +33,14 @@ def send(info: dict[str, Any]) -> dict[str, Any]:
     return dict(received["update_info"] if isinstance(received, dict) else received[0])
 
 
-def test_handles_arrive_as_torch_made_them() -> None:
+def test_handles_are_decoded_as_torch_created_them() -> None:
     engine = IpcTransferEngine.__new__(IpcTransferEngine)
     info = engine.parse_update_info(send(update(encode_handles({"GPU-1": HANDLE}))))
     assert info.ipc_handles == {"GPU-1": HANDLE}
     assert info.names == ["w"]
 
 
-def test_without_that_the_encoder_refuses_them() -> None:
+def test_the_encoder_of_vllm_refuses_handles_that_are_not_encoded() -> None:
     with pytest.raises((TypeError, msgspec.ValidationError)):
         send(update({"GPU-1": HANDLE}))
 

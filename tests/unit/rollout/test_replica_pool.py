@@ -116,7 +116,7 @@ async def test_requests_of_an_engine_that_dies_run_again_elsewhere_exactly_as_th
 
 
 @in_simulated_time
-async def test_an_engine_that_comes_back_is_used_again() -> None:
+async def test_an_engine_that_recovers_is_used_again() -> None:
     engines = [Engine(), Engine()]
     pool = ObservedPool(EngineView.of(engines))
     engines[0].die()
@@ -130,7 +130,7 @@ async def test_an_engine_that_comes_back_is_used_again() -> None:
 
 
 @in_simulated_time
-async def test_an_engine_that_answers_nonsense_is_asked_again() -> None:
+async def test_an_engine_with_an_unexpected_error_is_polled_again() -> None:
     class Confused(Engine):
         asked = 0
 
@@ -148,7 +148,7 @@ async def test_an_engine_that_answers_nonsense_is_asked_again() -> None:
 
 
 @in_simulated_time
-async def test_requests_wait_for_the_first_engine_that_comes_back() -> None:
+async def test_requests_wait_for_the_first_engine_that_recovers() -> None:
     engines = [Engine(), Engine()]
     pool = ObservedPool(EngineView.of(engines))
     for engine in engines:
@@ -159,7 +159,7 @@ async def test_requests_wait_for_the_first_engine_that_comes_back() -> None:
 
 
 @in_simulated_time
-async def test_when_none_comes_back_the_wait_ends_and_says_how_they_were_lost() -> None:
+async def test_requests_fail_with_the_reasons_if_no_engine_recovers() -> None:
     engines = [Engine(), Engine()]
     pool = ObservedPool(EngineView.of(engines), recovery_timeout_s=300)
     for engine in engines:
@@ -169,7 +169,7 @@ async def test_when_none_comes_back_the_wait_ends_and_says_how_they_were_lost() 
 
 
 @in_simulated_time
-async def test_an_engine_that_finishes_nothing_is_shut_and_its_requests_go_elsewhere() -> None:
+async def test_an_engine_that_finishes_nothing_is_disabled_and_its_requests_are_retried() -> None:
     engines = [Engine(), Engine()]
     engines[0].hangs = True
     pool = ObservedPool(EngineView.of(engines), stall_timeout_s=50)
@@ -194,7 +194,7 @@ async def test_a_request_that_waits_behind_others_is_not_taken_for_a_hang() -> N
 
 
 @in_simulated_time
-async def test_a_request_that_ends_every_engine_is_named() -> None:
+async def test_a_request_that_crashes_every_engine_is_named() -> None:
     class Fragile(Engine):
         async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
             if token_ids == [6, 6, 6]:
@@ -210,7 +210,7 @@ async def test_a_request_that_ends_every_engine_is_named() -> None:
 
 
 @in_simulated_time
-async def test_a_request_is_not_blamed_for_engines_that_are_gone_when_it_comes() -> None:
+async def test_a_request_is_not_blamed_for_engines_that_were_lost_before_it() -> None:
     engines = [Engine() for _ in range(2 * MAX_LOSSES)]
     pool = ObservedPool(EngineView.of(engines))
     for engine in engines:
@@ -221,7 +221,7 @@ async def test_a_request_is_not_blamed_for_engines_that_are_gone_when_it_comes()
 
 
 @in_simulated_time
-async def test_an_error_of_the_request_is_its_own_and_nobody_is_lost() -> None:
+async def test_an_error_of_a_request_does_not_lose_its_engine() -> None:
     class Refusing(Engine):
         async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
             raise EngineError("longer than max_model_len")
@@ -233,7 +233,7 @@ async def test_an_error_of_the_request_is_its_own_and_nobody_is_lost() -> None:
 
 
 @in_simulated_time
-async def test_together_each_engine_gets_its_share_in_one_call_and_answers_keep_their_order() -> None:
+async def test_a_batch_is_split_over_the_engines_and_replies_keep_their_order() -> None:
     engines = [Engine(), Engine(), Engine()]
     requests = [([number], SamplingParams(max_tokens=3, seed=number)) for number in range(7)]
     answers = await ObservedPool(EngineView.of(engines)).generate_all(requests)
@@ -243,7 +243,7 @@ async def test_together_each_engine_gets_its_share_in_one_call_and_answers_keep_
 
 
 @in_simulated_time
-async def test_the_batch_of_a_lost_engine_runs_again_unchanged_and_beside_no_other() -> None:
+async def test_the_batch_of_a_lost_engine_is_retried_unchanged_and_alone() -> None:
     engines = [Engine(), Engine()]
     requests = [([number], SamplingParams(max_tokens=3, seed=number)) for number in range(5)]
     asyncio.get_running_loop().call_later(1, engines[0].die)
@@ -253,7 +253,7 @@ async def test_the_batch_of_a_lost_engine_runs_again_unchanged_and_beside_no_oth
 
 
 @in_simulated_time
-async def test_fewer_requests_than_engines_and_none_at_all() -> None:
+async def test_a_batch_may_have_fewer_requests_than_engines_or_none() -> None:
     engines = [Engine(), Engine(), Engine()]
     pool = ObservedPool(EngineView.of(engines))
     assert await pool.generate_all([]) == []
@@ -287,14 +287,14 @@ async def test_a_prompt_with_many_responses_spills_over_to_idle_engines() -> Non
 
 
 @in_simulated_time
-async def test_nothing_is_remembered_of_prompts_that_are_done() -> None:
+async def test_finished_prompts_are_forgotten() -> None:
     pool = ObservedPool(EngineView.of([Engine(), Engine()]))
     await asyncio.gather(*(pool.generate([prompt], SHORT) for prompt in range(10)))
     assert not pool._affinities
 
 
 @in_simulated_time
-async def test_the_turns_of_an_episode_stay_on_one_engine_between_which_others_run() -> None:
+async def test_the_turns_of_an_episode_stay_on_one_engine() -> None:
     engines = [Engine(), Engine(), Engine()]
     pool = ObservedPool(EngineView.of(engines))
     generate = pool.start_episode()
@@ -377,7 +377,7 @@ async def test_an_older_view_that_arrives_late_is_ignored() -> None:
 
 
 @in_simulated_time
-async def test_a_lost_engine_that_leaves_is_not_asked_any_more() -> None:
+async def test_a_lost_engine_that_leaves_is_not_polled_any_more() -> None:
     engines = [Engine(), Engine()]
     pool = ObservedPool(EngineView.of(engines))
     engines[0].die()

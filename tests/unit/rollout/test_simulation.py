@@ -31,7 +31,7 @@ def test_a_seed_repeats_exactly(seed: int) -> None:
     assert run_seed(seed) == run_seed(seed)
 
 
-def test_the_first_seeds_keep_all_promises() -> None:
+def test_the_first_seeds_keep_all_invariants() -> None:
     _run_seeds(0, 20)
 
 
@@ -177,7 +177,7 @@ MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_logic_that_is_wrong_breaks_a_promise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_logic_breaks_an_invariant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, wrong, promise, first = MUTANTS[name]
     monkeypatch.setattr(owner, attribute, wrong)
     with pytest.raises(Violation, match=promise):

@@ -176,7 +176,7 @@ async def test_the_first_sync_enables_the_engines(run: Scene) -> None:
 
 
 @scene(2)
-async def test_a_heartbeat_finds_the_dead_and_brings_it_back_with_the_current_weights(run: Scene) -> None:
+async def test_a_dead_engine_is_found_by_a_heartbeat_and_restarted_with_the_current_weights(run: Scene) -> None:
     await run.step(1)
     run.engines[0].is_up = False
     await asyncio.sleep(60)
@@ -190,7 +190,7 @@ async def test_a_heartbeat_finds_the_dead_and_brings_it_back_with_the_current_we
 
 
 @scene(2, reply_timeout_s=20)
-async def test_one_that_does_not_answer_is_lost_also_in_the_middle_of_a_sync(run: Scene) -> None:
+async def test_an_engine_that_does_not_reply_is_lost_even_during_a_sync(run: Scene) -> None:
     run.engines[1].hangs = True
     await run.step(1)
     assert run.events[0].reason == "no reply within 20 s"
@@ -202,7 +202,7 @@ async def test_one_that_does_not_answer_is_lost_also_in_the_middle_of_a_sync(run
 
 
 @scene(1)
-async def test_one_that_was_replaced_or_disabled_is_lost(run: Scene) -> None:
+async def test_an_engine_that_was_replaced_or_disabled_is_lost(run: Scene) -> None:
     run.engines[0]._begin()
     await asyncio.sleep(60)
     assert run.moves_of(0) == NAMES
@@ -210,7 +210,7 @@ async def test_one_that_was_replaced_or_disabled_is_lost(run: Scene) -> None:
 
 
 @scene(2)
-async def test_a_sync_continues_without_one_that_dies_in_it_and_ends_only_when_that_answers_nobody(
+async def test_a_sync_continues_without_an_engine_that_dies_and_waits_until_its_process_has_ended(
     run: Scene,
 ) -> None:
     run.engines[0].dies_in_load = True
@@ -224,7 +224,7 @@ async def test_a_sync_continues_without_one_that_dies_in_it_and_ends_only_when_t
 
 
 @scene(1)
-async def test_a_sync_without_engines_is_caught_up_by_one_that_recovers(run: Scene) -> None:
+async def test_an_engine_that_recovers_gets_the_weights_of_a_sync_without_engines(run: Scene) -> None:
     run.engines[0].is_up = False
     await asyncio.sleep(11)
     await run.step(1)
@@ -249,7 +249,7 @@ async def test_no_engine_is_synced_while_the_trained_weights_are_not_those_of_th
 
 
 @scene(2, start_timeout_s=900.0)
-async def test_an_end_may_take_as_long_as_a_start_and_no_longer(run: Scene) -> None:
+async def test_ending_an_engine_has_the_timeout_of_a_start(run: Scene) -> None:
     engine = run.engines[0]
     engine.is_up, engine.end_s = False, 890.0
     await asyncio.sleep(1000)
@@ -263,7 +263,7 @@ async def test_an_end_may_take_as_long_as_a_start_and_no_longer(run: Scene) -> N
 
 
 @scene(2)
-async def test_failing_starts_are_tried_again_later_and_later(run: Scene) -> None:
+async def test_failed_starts_are_retried_with_increasing_pauses(run: Scene) -> None:
     run.engines[0].is_up, run.engines[0].failing_starts = False, 3
     await asyncio.sleep(120)
     assert run.moves_of(0) == ["lost", "restarting"] * 4 + NAMES[2:]
@@ -271,7 +271,7 @@ async def test_failing_starts_are_tried_again_later_and_later(run: Scene) -> Non
 
 
 @scene(2, max_restarts=2)
-async def test_wrong_weights_are_never_enabled_and_given_up(run: Scene) -> None:
+async def test_an_engine_with_wrong_weights_is_never_enabled_and_finally_given_up(run: Scene) -> None:
     await run.step(1)
     run.engines[0].is_up, run.engines[0].loads_nothing = False, True
     await asyncio.sleep(300)
@@ -283,7 +283,7 @@ async def test_wrong_weights_are_never_enabled_and_given_up(run: Scene) -> None:
 
 
 @scene(1, max_restarts=2)
-async def test_with_none_left_every_wait_ends_and_says_why(run: Scene) -> None:
+async def test_without_engines_every_wait_fails_with_the_reason(run: Scene) -> None:
     run.engines[0].is_up, run.engines[0].failing_starts = False, 9
     with pytest.raises(EngineError, match=r"All rollout engines failed after 2 restarts.*engine 0: out of memory"):
         await run.supervisor.run_while_available(asyncio.sleep(10_000))
@@ -293,7 +293,7 @@ async def test_with_none_left_every_wait_ends_and_says_why(run: Scene) -> None:
 
 
 @scene(1)
-async def test_a_train_worker_that_is_gone_is_the_runs_loss_and_ends_every_wait(run: Scene) -> None:
+async def test_the_loss_of_a_train_worker_ends_every_wait(run: Scene) -> None:
     run.model.is_gone = True
     run.engines[0].is_up = False
     with pytest.raises(ProcessLostError, match="train worker 1"):
@@ -302,14 +302,14 @@ async def test_a_train_worker_that_is_gone_is_the_runs_loss_and_ends_every_wait(
 
 
 @scene(1)
-async def test_a_guarded_wait_gives_what_it_waited_for_or_its_error(run: Scene) -> None:
+async def test_run_while_available_returns_the_result_or_raises_the_error(run: Scene) -> None:
     assert await run.supervisor.run_while_available(asyncio.sleep(1, "done")) == "done"
     with pytest.raises(EngineError, match="another matter"):
         await run.supervisor.run_while_available(_raise(EngineError("another matter")))
 
 
 @scene(1)
-async def test_a_supervisor_that_fails_itself_ends_the_run(run: Scene) -> None:
+async def test_an_error_in_the_supervisor_ends_the_run(run: Scene) -> None:
     def fail(event: EngineEvent) -> None:
         raise OSError("the console is gone")
 
@@ -320,7 +320,7 @@ async def test_a_supervisor_that_fails_itself_ends_the_run(run: Scene) -> None:
 
 
 @scene(1, reply_timeout_s=20)
-async def test_one_that_hangs_while_it_is_synced_is_ended_and_does_not_hold_the_run(run: Scene) -> None:
+async def test_an_engine_that_hangs_in_a_sync_is_ended_and_does_not_block_the_run(run: Scene) -> None:
     run.engines[0].is_up = False
     while run.states() != ["syncing"]:
         await asyncio.sleep(0.1)
@@ -332,13 +332,13 @@ async def test_one_that_hangs_while_it_is_synced_is_ended_and_does_not_hold_the_
 
 
 @scene(1)
-async def test_a_move_that_makes_no_sense_is_refused(run: Scene) -> None:
+async def test_an_illegal_change_of_state_raises(run: Scene) -> None:
     with pytest.raises(RuntimeError, match="cannot go from ready to probing"):
         run.supervisor.mark_synced(0)
 
 
 @scene(1)
-async def test_a_beat_that_is_cancelled_as_its_answer_comes_is_cancelled(run: Scene) -> None:
+async def test_a_heartbeat_can_be_cancelled_when_its_reply_arrives(run: Scene) -> None:
     async def ask_for_ever() -> None:
         while True:
             await with_timeout(asyncio.sleep(0), 10)
@@ -362,7 +362,7 @@ async def _raise(error: Exception) -> None:
 
 
 @scene(2, shares_devices=True)
-async def test_engines_sleep_while_the_model_trains_and_are_not_taken_for_dead(run: Scene) -> None:
+async def test_engines_that_sleep_during_training_are_not_lost(run: Scene) -> None:
     await run.weights.free_devices()
     await asyncio.sleep(100)  # heartbeats
     assert all(engine.is_asleep for engine in run.engines)
@@ -449,7 +449,7 @@ async def test_an_engine_does_not_join_while_the_trained_weights_change(run: Sce
 
 
 @scene(1, shares_devices=True)
-async def test_an_engine_joins_when_the_trainer_has_left_the_devices(run: Scene) -> None:
+async def test_an_engine_joins_when_the_trainer_has_freed_the_devices(run: Scene) -> None:
     await run.weights.free_devices()
     run.supervisor.add(run.spawn)
     await asyncio.sleep(100)
@@ -479,7 +479,7 @@ async def test_an_engine_that_leaves_finishes_its_requests_with_the_current_weig
 
 
 @scene(2)
-async def test_requests_that_do_not_end_in_time_are_cut_off(run: Scene) -> None:
+async def test_requests_that_exceed_the_drain_timeout_are_stopped(run: Scene) -> None:
     run.pools_are_idle.clear()
     leaving = asyncio.ensure_future(run.supervisor.remove(0, drain_timeout_s=30))
     await asyncio.sleep(29)

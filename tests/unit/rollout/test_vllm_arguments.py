@@ -52,14 +52,14 @@ def test_on_the_cpu_engines_are_eager_and_generate_256_sequences_at_once(monkeyp
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_given_values_hold_on_every_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_explicit_values_apply_on_every_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     for is_eager in (False, True):
         sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "enforce_eager": is_eager}
         arguments, _ = start(monkeypatch, device=device, **sizes)
         assert {name: getattr(arguments, name) for name in sizes} == sizes
 
 
-def test_weights_are_quantized_by_a_method_of_vllm_for_weights_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantization_is_a_method_of_vllm_for_unquantized_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     quantization = get_args(collect_settings(Config)["actor_rollout_ref.rollout.quantization"].annotation)[0]
     config = load_dict({}, ["actor_rollout_ref.model.path=m", "data.train_files=p.parquet"]).config
     for name in get_args(quantization):
@@ -74,7 +74,7 @@ def test_weights_are_quantized_by_a_method_of_vllm_for_weights_that_are_not(monk
     assert start(monkeypatch, device="cuda")[0].quantization is None
 
 
-def test_by_default_there_are_not_more_sequences_than_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_sequences_do_not_exceed_batched_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start(monkeypatch, max_num_batched_tokens=100)[0].max_num_seqs == 100
     assert start(monkeypatch, max_num_batched_tokens=100, device="cuda")[0].max_num_seqs is None  # vLLM does it
 

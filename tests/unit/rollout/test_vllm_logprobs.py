@@ -47,7 +47,7 @@ def output(logprobs: Any, spans: list[tuple[int, int, str]] | None = None, token
 
 
 @pytest.mark.parametrize("others", [0, 2])
-def test_flat_log_probs_are_those_of_the_objects(others: int) -> None:
+def test_flat_log_probs_equal_those_in_objects(others: int) -> None:
     objects = fill(create_sample_logprobs(flat_logprobs=False), others)
     expected = [entry[token].logprob for token, entry in zip(TOKENS, objects, strict=True)]
     flat = read_logprobs(fill(create_sample_logprobs(flat_logprobs=True), others), TOKENS)

@@ -17,7 +17,7 @@ shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1
 
 
 @given(shapes=shapes, max_bytes=st.integers(1, 500), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_what_is_unpacked_is_what_was_packed(shapes: list[tuple[int, ...]], max_bytes: int, dtype: torch.dtype) -> None:
+def test_unpacking_returns_what_was_packed(shapes: list[tuple[int, ...]], max_bytes: int, dtype: torch.dtype) -> None:
     weights = {f"w{i}": torch.randn(shape).to(dtype) for i, shape in enumerate(shapes)}
     buckets = list(pack(weights.items(), max_bytes=max_bytes))
     back = [pair for bucket in buckets for pair in unpack(bucket.slots, torch.from_numpy(bucket.data))]
@@ -33,7 +33,7 @@ def test_a_bucket_exceeds_its_size_only_for_a_tensor_that_is_larger_alone() -> N
     assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["w0", "w1"], ["w2"], ["w3"]]
 
 
-def test_casting_touches_floating_point_only() -> None:
+def test_only_floating_point_tensors_are_cast() -> None:
     [bucket] = pack([("w", torch.ones(3)), ("steps", torch.tensor([7]))], max_bytes=1000, dtype=torch.bfloat16)
     assert [slot.dtype for slot in bucket.slots] == ["bfloat16", "int64"]
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_checkpoint_holds_is_written_to_the_model_whole(tmp_path: Path, family: str) -> None:
+def test_all_weights_of_a_checkpoint_are_written_to_the_model(tmp_path: Path, family: str) -> None:
     source = AutoModelForCausalLM.from_pretrained(save_family(family, tmp_path), dtype=torch.float32)
     torch.manual_seed(1)
     target = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)

@@ -148,7 +148,7 @@ async def test_an_engine_that_does_not_reach_the_version_stops_the_run() -> None
         await weight_sync.sync(0)
 
 
-def test_wrong_weights_are_told_from_old_ones() -> None:
+def test_wrong_weights_are_distinguished_from_old_ones() -> None:
     _, mismatches = compare_logprobs(PROBE, [[0.0]], {0: [[9.0]]}, version=2, previous=[[0.1]])
     assert "lost, renamed, cast or not repacked" in mismatches[0]
 
@@ -165,7 +165,7 @@ def test_probe_tokens_are_fixed_by_the_seed_and_within_the_vocabulary() -> None:
     assert all(0 <= token < 50 for sequence in probe.sequences for token in sequence)
 
 
-async def test_while_all_engines_are_away_nothing_is_said_to_be_proved() -> None:
+async def test_without_active_engines_no_probe_gap_is_reported() -> None:
     class Nobody(StaticReceivers):
         def active(self) -> dict[int, Engine]:
             return {}
@@ -217,7 +217,7 @@ class Present(StaticReceivers):
         return {engine_id: self._engines[engine_id] for engine_id in self.present}
 
 
-async def test_a_device_transfer_is_not_begun_without_one_of_its_first_engines() -> None:
+async def test_a_device_transfer_needs_all_engines_of_its_group() -> None:
     model, receivers = Sending(), Present([Engine(), Engine()])
     weight_sync = WeightSync(model, receivers, DeviceTransport("nccl"), PROBE)
     await weight_sync.sync(0)
@@ -229,7 +229,7 @@ async def test_a_device_transfer_is_not_begun_without_one_of_its_first_engines()
 
 
 @pytest.mark.parametrize("count", [1, 2])
-async def test_an_engine_that_comes_back_does_not_join_by_a_device_transfer(count: int) -> None:
+async def test_a_restarted_engine_cannot_join_a_device_transfer(count: int) -> None:
     model = Sending()
     weight_sync = make_sync(model, [Engine() for _ in range(count)], DeviceTransport("ipc"))
     await weight_sync.sync(0)
@@ -238,7 +238,7 @@ async def test_an_engine_that_comes_back_does_not_join_by_a_device_transfer(coun
     assert model.sent == [(count, 0)]
 
 
-async def test_an_engine_that_comes_back_joins_through_host_memory() -> None:
+async def test_a_restarted_engine_is_synced_through_host_memory() -> None:
     model, engines = Model(), [Engine(), Engine()]
     weight_sync = make_sync(model, engines, HostTransport())
     await weight_sync.sync(0)
@@ -247,7 +247,7 @@ async def test_an_engine_that_comes_back_joins_through_host_memory() -> None:
     assert engines[1].weight == 0.0
 
 
-async def test_an_engine_that_was_replaced_after_it_had_the_weights_is_left_to_its_restart() -> None:
+async def test_an_engine_that_was_replaced_after_it_had_the_weights_is_restarted() -> None:
     class Replaced(Engine):
         async def version(self) -> int:
             receivers.present = [0]  # by the supervisor, which brings it back by `sync_one`
@@ -259,7 +259,7 @@ async def test_an_engine_that_was_replaced_after_it_had_the_weights_is_left_to_i
     assert sync.outliers == []
 
 
-async def test_a_bucket_is_asked_for_when_all_engines_have_the_one_before() -> None:
+async def test_the_next_bucket_is_requested_when_all_engines_have_loaded_the_last() -> None:
     order: list[str] = []
 
     class Slow(Engine):

@@ -78,7 +78,7 @@ async def test_a_pool_passes_requests_to_its_workers_in_turn(worker: EpisodeWork
     assert (handle.score, handle.baseline) == (4.0, -1.0)
 
 
-async def test_all_workers_learn_which_engines_there_are(worker: EpisodeWorker) -> None:
+async def test_all_workers_follow_the_engines_that_join_and_leave(worker: EpisodeWorker) -> None:
     views: list[EngineView] = []
 
     async def update(view: EngineView) -> None:

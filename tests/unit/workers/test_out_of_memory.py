@@ -64,7 +64,7 @@ def test_only_settings_that_can_still_help_are_named() -> None:
     assert "critic.ppo_micro_batch_size_per_gpu" in advice
 
 
-async def test_the_error_reaches_the_controller_as_it_is() -> None:
+async def test_the_error_reaches_the_controller_unchanged() -> None:
     actor = LocalPool().spawn(lambda: full_worker())  # type: ignore[arg-type]
     group = PolicyGroup([actor])
     with pytest.raises(EngineError, match="Decrease actor_rollout_ref"):

@@ -124,7 +124,7 @@ async def test_the_loss_of_a_rank_that_gathers_is_raised_while_rank_0_waits_for_
     assert not PENDING_CALLS.list_calls()
 
 
-def test_rank_0_listens_from_the_moment_its_port_is_known() -> None:
+def test_rank_0_listens_as_soon_as_its_port_is_known() -> None:
     first, second = TrainWorker(0, 2), TrainWorker(1, 2)
     assert second.address() is None
     address = first.address()

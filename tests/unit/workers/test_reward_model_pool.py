@@ -139,7 +139,7 @@ async def test_the_only_model_scores_its_conversations_after_its_restart() -> No
 
 
 @in_simulated_time
-async def test_when_none_comes_back_everything_fails_after_one_timeout_and_says_why() -> None:
+async def test_if_no_model_recovers_all_requests_fail_after_one_timeout_with_the_reason() -> None:
     lost = Model(1)
     lost.refusals = [EngineError("no memory left on the device")] * 100
     lost.die()
@@ -171,7 +171,7 @@ async def test_a_model_that_does_not_reply_is_ended_and_restarted() -> None:
 
 
 @in_simulated_time
-async def test_a_start_that_is_never_done_is_ended_and_tried_again() -> None:
+async def test_a_start_that_hangs_is_ended_and_retried() -> None:
     lost = Model(1)
     lost.refusals = [WorkerTimeoutError("waited 1200 s for reward model 0 to start and gave up")]
     lost.die()
@@ -194,7 +194,7 @@ async def test_a_conversation_that_kills_every_model_fails_and_others_do_not() -
 
 
 @in_simulated_time
-async def test_a_conversation_is_not_blamed_for_models_that_are_gone_when_it_comes() -> None:
+async def test_a_conversation_is_not_blamed_for_models_that_were_lost_before_it() -> None:
     models = [Model(number) for number in range(2 * MAX_LOSSES)]
     for model in models:
         model.die()
@@ -225,7 +225,7 @@ async def test_a_new_actor_is_lost_until_it_is_started() -> None:
     assert await actor.score([1]) == 1
 
 
-async def test_an_actor_that_several_start_reads_its_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_starts_load_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [FakeRewardModel()]
     monkeypatch.setattr(rewards, "_make_model", lambda *_: made.pop())
     actor = RewardActor(settings())
@@ -233,7 +233,7 @@ async def test_an_actor_that_several_start_reads_its_model_once(monkeypatch: pyt
     assert await actor.score([1]) == 1
 
 
-async def test_an_actor_whose_model_lost_its_own_process_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_actor_replaces_a_model_that_lost_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Dead(FakeRewardModel):
         is_closed = False
 

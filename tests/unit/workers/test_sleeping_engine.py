@@ -42,7 +42,7 @@ async def record(settings: VllmSettings) -> list[str]:
     return llm.calls
 
 
-async def test_the_weights_have_their_memory_before_they_come_and_the_cache_after() -> None:
+async def test_memory_of_weights_is_allocated_before_a_sync_and_of_the_cache_after_it() -> None:
     assert await record(VllmSettings("model", sleeps=True)) == [
         "sleep 2 keep",
         "pause_generation keep True",

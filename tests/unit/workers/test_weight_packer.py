@@ -31,7 +31,7 @@ def read(bucket: SharedBucket) -> dict[str, list[float]]:
     return {name: each.tolist() for name, each in unpack(bucket.slots, torch.from_numpy(bucket.data.copy()))}
 
 
-def test_two_buckets_exist_at_a_time_and_none_in_the_end() -> None:
+def test_at_most_two_buckets_exist_and_none_at_the_end() -> None:
     packer = WeightPacker(Gathering(), max_bytes=ONE_TENSOR, is_one_machine=True)
     packer.start()
     buckets: list[Any] = []
@@ -59,7 +59,7 @@ def test_a_sync_that_ends_early_gathers_the_rest_with_the_other_ranks() -> None:
     packers[0].finish()
 
 
-def test_engines_on_other_nodes_get_references_and_the_first_one_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_on_other_nodes_get_references_and_the_first_bucket_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_packer, "put", lambda bucket: ("reference", len(bucket.slots)))
     packer = WeightPacker(Gathering(), max_bytes=3 * ONE_TENSOR, is_one_machine=False)
     packer.start()

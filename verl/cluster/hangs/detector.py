@@ -56,7 +56,7 @@ class HangDetector:
         for group in _group_by(self._calls.list_calls(), lambda call: (call.action, call.target.kind)).values():
             expired = [call for call in group if call.remaining_s <= 0]
             if any(call.key not in was_overdue for call in expired):
-                # Ranks are called one after the other: those about to expire belong to the same report.
+                # Ranks are called one after the other: calls about to expire belong to the same report.
                 expired = [call for call in group if call.remaining_s <= 2 * TICK_S]
                 overdue.append(self._summarize(expired, is_overdue=True))
             self._overdue |= {call.key for call in expired}

@@ -182,5 +182,5 @@ class HeartbeatMonitor:
             self._waits.interrupt(error)
 
 
-PENDING_CALLS = PendingCalls()  # those of this process
+PENDING_CALLS = PendingCalls()  # the calls of this process
 track_call, format_report_hint = PENDING_CALLS.track_call, PENDING_CALLS.format_report_hint

@@ -40,7 +40,7 @@ class Reporter:
     warn: Callable[[str], None]
     locate: Callable[[Sequence[CallTarget]], Locations]
     inspect: Callable[[Locations], Processes]
-    list_pending: Callable[[], Sequence[str]] = tuple  # of this process
+    list_pending: Callable[[], Sequence[str]] = tuple  # in this process
 
     def report(self, stalled: StalledCall) -> str:
         """Print the call; if it is overdue, also write a report and return its path."""

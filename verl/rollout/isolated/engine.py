@@ -64,7 +64,7 @@ class IsolatedEngine:
         await self._call("start")
 
     async def load_bucket(self, bucket: WeightBucket | SharedBucket) -> None:
-        """Load a bucket, of which only the path of a file in memory is sent."""
+        """Load a bucket. Only the path of a file in memory is sent."""
         with share(bucket) as shared:
             await self._call("load_bucket", shared)
 
@@ -95,7 +95,7 @@ class IsolatedEngine:
             del self._waiting[id]
 
     async def _read_replies(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> None:
-        """Give replies to those who wait for them, until the process ends."""
+        """Pass replies to the pending calls until the process ends."""
         while (message := await read(reader)) is not None:
             id, result, error = message
             if (waiting := self._waiting.get(id)) is not None and not waiting.done():

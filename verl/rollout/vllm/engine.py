@@ -339,7 +339,7 @@ def environment(settings: VllmSettings) -> dict[str, str]:
     """Return variables that vLLM reads at import: wanted ones unless the user has set them, and necessary ones."""
     private = str(get_user_folder())
     wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    wanted["VLLM_RPC_BASE_PATH"] = private  # its sockets accept pickles from whoever can open them
+    wanted["VLLM_RPC_BASE_PATH"] = private  # anyone who can open vLLM's sockets can send them pickles
     if settings.device == "cpu":
         wanted["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
         # AsyncLLM has an engine process either way; this keeps the model in it instead of in a third process.
