@@ -141,11 +141,10 @@ def _inspect(process: psutil.Process) -> ProcessInfo:
 
 
 def _request_dump(pid: int) -> str:
-    """Return the stacks that the process writes; empty if it has no handler: the signal would kill it."""
+    """Return the stacks that the process writes; empty if it has no memory for them, and so no signal handler."""
     if pid == os.getpid():
         return dump_own_stacks()
-    memory = _find_memfd(pid)
-    if memory is None or not _handles_signal(pid):
+    if (memory := _find_memfd(pid)) is None:  # the signal would kill it
         return ""
     with contextlib.suppress(OSError), memory.open("rb") as file:
         owner, writer = re.findall(r"\d+", os.readlink(memory))[:2]
@@ -177,13 +176,6 @@ def _find_memfd(pid: int) -> Path | None:
                 if f"memfd:{_MEMFD}-" in os.readlink(file):
                     return file
     return None
-
-
-def _handles_signal(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        if caught := re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE):
-            return bool(int(caught[1], 16) >> (SIGNAL - 1) & 1)
-    return False
 
 
 def _run_py_spy(pid: int) -> tuple[str, str]:

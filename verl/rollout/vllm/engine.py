@@ -79,13 +79,7 @@ class VllmEngine:
                     raise
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        from vllm import SamplingParams as VllmSampling
-        from vllm.sampling_params import RequestOutputKind
-
-        kind = RequestOutputKind.FINAL_ONLY
-        params = VllmSampling(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False, output_kind=kind
-        )
+        params = _sampling(SamplingParams(max_tokens=1, temperature=0.0), prompt_logprobs=0)
         with map_engine_errors():
             entries = (await self._result(await self._add(token_ids, params))).prompt_logprobs
         return read_logprobs(entries, token_ids[1:]).tolist()
@@ -231,7 +225,7 @@ def map_engine_errors() -> Iterator[None]:
         raise ProcessLostError(f"vLLM's engine process has died: {error}") from error
 
 
-def _sampling(sampling: SamplingParams) -> VllmSampling:
+def _sampling(sampling: SamplingParams, *, prompt_logprobs: int | None = None) -> VllmSampling:
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind
 
@@ -243,6 +237,7 @@ def _sampling(sampling: SamplingParams) -> VllmSampling:
         seed=sampling.seed,
         stop_token_ids=list(sampling.stop_token_ids),
         logprobs=0,
+        prompt_logprobs=prompt_logprobs,
         flat_logprobs=True,  # lists of numbers instead of an object for every token
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
