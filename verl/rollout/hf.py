@@ -94,19 +94,15 @@ class HfEngine:
         step = torch.tensor([token_ids], device=self._device)
         tokens: list[int] = []
         logprobs: list[float] = []
-        cache = None
-        while len(tokens) < sampling.max_tokens:
+        cache, finish_reason = None, "length"
+        while len(tokens) < sampling.max_tokens and finish_reason != "stop":
             output = self._model(step, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
             token, logprob = _draw(output.logits[0, -1].float(), sampling, random)
             tokens.append(token)
             logprobs.append(logprob)
-            if token in sampling.stop_token_ids:
-                return self._completion(tokens, logprobs, "stop")
             step = torch.tensor([[token]], device=self._device)
-        return self._completion(tokens, logprobs, "length")
-
-    def _completion(self, tokens: list[int], logprobs: list[float], finish_reason: str) -> Completion:
+            finish_reason = "stop" if token in sampling.stop_token_ids else "length"
         versions = np.full(len(tokens), self._version, np.int32)
         return Completion(tokens, np.array(logprobs, np.float32), versions, finish_reason)
 
