@@ -20,20 +20,20 @@ from verl.errors import ProcessLostError
 
 CHECK_S = 2.0
 REPLY_S = 10.0
-PATIENCE_S = 5.0
-GCS_PATIENCE_S = 40.0
+GRACE_PERIOD_S = 5.0
+GCS_GRACE_PERIOD_S = 40.0
 """Seconds without a connection. A cluster that was not started here may restart its GCS, and runs go on; Ray itself
 waits for 60 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A part of Ray that has to accept connections. It counts as lost after `patience_s` without a connection."""
+    """A part of Ray that has to accept connections. It counts as lost after `grace_period_s` without a connection."""
 
     name: str
     host: str
     port: int
-    patience_s: float
+    grace_period_s: float
 
     def __str__(self) -> str:
         return f"{self.name} at {self.host}:{self.port}"
@@ -43,11 +43,11 @@ def find_endpoints() -> list[Endpoint]:
     """Return the parts of Ray that this controller depends on; asks the GCS."""
     context = ray.get_runtime_context()
     host, _, port = context.gcs_address.rpartition(":")
-    endpoints = [Endpoint("Ray's GCS", host, int(port), PATIENCE_S if owns_cluster() else GCS_PATIENCE_S)]
+    endpoints = [Endpoint("Ray's GCS", host, int(port), GRACE_PERIOD_S if owns_cluster() else GCS_GRACE_PERIOD_S)]
     for node in ray.nodes():
         if node["NodeID"] == context.get_node_id():
             name = f"the raylet of this machine ({node['NodeManagerHostname']})"
-            endpoints.append(Endpoint(name, node["NodeManagerAddress"], node["NodeManagerPort"], PATIENCE_S))
+            endpoints.append(Endpoint(name, node["NodeManagerAddress"], node["NodeManagerPort"], GRACE_PERIOD_S))
     return endpoints
 
 
@@ -66,7 +66,7 @@ async def can_connect(endpoint: Endpoint) -> bool:
 async def wait_for_loss(
     endpoints: list[Endpoint], check: Callable[[Endpoint], Awaitable[bool]] = can_connect, interval_s: float = CHECK_S
 ) -> str:
-    """Return what is lost, once a part of Ray has not accepted a connection for longer than its patience."""
+    """Return what is lost, once a part of Ray has not accepted a connection for longer than its grace period."""
     clock = asyncio.get_running_loop().time
     last_seen = {endpoint: clock() for endpoint in endpoints}
     while True:
@@ -74,7 +74,7 @@ async def wait_for_loss(
         for endpoint in endpoints:
             if await check(endpoint):
                 last_seen[endpoint] = clock()
-            elif (seconds := clock() - last_seen[endpoint]) > endpoint.patience_s:
+            elif (seconds := clock() - last_seen[endpoint]) > endpoint.grace_period_s:
                 return f"{endpoint} has not accepted a connection for {seconds:.0f} s: its process has died"
 
 
