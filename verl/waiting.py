@@ -88,16 +88,16 @@ class EventLoopThread:
     """An event loop in a daemon thread, which callers on any thread give coroutines to."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self, *, wait: bool = True) -> None:
         """Stop the loop. If `wait` is false, work that blocks the thread may go on."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
         if wait:
             self._thread.join()
-            self._loop.close()
+            self.loop.close()

@@ -25,7 +25,7 @@ from _common import Stopwatch, finish, metrics_of, sized_for_addition, train
 
 from verl.demo.assets import make_assets
 from verl.errors import RewardError
-from verl.rewards.pool import worker_handle
+from verl.rewards.pool import process_pool
 from verl.rewards.pool.pool import RewardPool
 from verl.rewards.result import Failed, FailureTracker, Scored
 from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
@@ -210,7 +210,7 @@ async def misbehaves_always(pool: RewardPool, kind: str, where: str, part: str) 
 
 
 async def try_to_load(body: str, part: str) -> list[str]:
-    worker_handle.LOAD_TIMEOUT_S = 5.0 if part.startswith("took more") else 300.0
+    process_pool.LOAD_TIMEOUT_S = 5.0 if part.startswith("took more") else 300.0
     with tempfile.TemporaryDirectory(prefix="verl-hostile-") as folder:
         file = Path(folder) / "my_reward.py"
         file.write_text(
