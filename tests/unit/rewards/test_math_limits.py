@@ -1,4 +1,4 @@
-"""Bounds on what an expression would become: never below what it really is."""
+"""Bounds on the values of expressions, and their comparison at a point."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.rewards.scorers.math_limits import count_bits, count_nodes, count_terms, differ_at_a_point, is_too_large
+from verl.rewards.scorers.math_limits import MAX_BITS, count_bits, differ_at_a_point
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
 
@@ -37,28 +37,17 @@ def test_no_value_has_more_bits_than_its_bound(expression: sympy.Expr) -> None:
     assert abs(int(expression.doit())).bit_length() <= count_bits(expression)
 
 
-@settings(deadline=None, max_examples=30)
-@given(
-    st.lists(st.tuples(st.sampled_from([X + 1, X + Y, X + Y + Z, X * Y, X]), st.integers(1, 4)), min_size=1, max_size=3)
-)
-def test_no_expansion_has_more_terms_than_its_bound(factors: list[tuple[sympy.Expr, int]]) -> None:
-    product = sympy.Mul(*(power(base, exponent) for base, exponent in factors), evaluate=False)
-    assert len(sympy.Add.make_args(sympy.expand(product))) <= count_terms(product)
-
-
 def test_towers_are_too_large_and_usual_answers_are_not() -> None:
     for large in (
         power(10, power(10, 10)),
         power(power(2, 1000), 1000),
         sympy.factorial(10**6, evaluate=False),
         sympy.exp(sympy.Integer(10) ** 9, evaluate=False),
-        power(X + Y + Z, 500),
         sympy.Product(X, (X, 1, 10**7)),
     ):
-        assert is_too_large(large)
+        assert count_bits(large) > MAX_BITS
     for modest in (power(2016, 2016), power(X + 1, 100), sympy.sqrt(sympy.sqrt(2) + 1), sympy.Float("1e30"), X / Y):
-        assert not is_too_large(modest)
-    assert count_nodes(X + 1) == 3
+        assert count_bits(modest) <= MAX_BITS
 
 
 @settings(deadline=None, max_examples=30)
@@ -82,9 +71,8 @@ def test_only_numbers_can_differ_at_a_point() -> None:
     assert not differ_at_a_point(sympy.FiniteSet(1), sympy.FiniteSet(2))
 
 
-def test_relations_differ_by_their_symbols_and_their_kind() -> None:
-    assert differ_at_a_point(sympy.Eq(X, 1), sympy.Eq(Y, 1))
-    assert differ_at_a_point(sympy.Eq(X, 1), sympy.Lt(X, 1))
-    assert not differ_at_a_point(sympy.Eq(X, 1), sympy.Eq(2 * X, 3))
+def test_relations_do_not_differ_at_a_point() -> None:
+    assert not differ_at_a_point(sympy.Eq(X, 1), sympy.Lt(X, 1))
+    assert not differ_at_a_point(sympy.Eq(2 * X, 1), sympy.Eq(2 * X, 3))
     assert not differ_at_a_point(sympy.Lt(X, 1), sympy.Gt(1, X))
     assert not differ_at_a_point(sympy.Eq(X, 1), sympy.Integer(1))
