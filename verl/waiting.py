@@ -1,4 +1,4 @@
-"""Waits for work in the current task: with a timeout, with a timeout that can be extended, or until other work fails.
+"""Waits for work in the current task, with a timeout or until other work fails.
 
 Thousands of calls are awaited at once, so none of these starts a task of its own.
 `EventLoopThread` runs work in another thread.
@@ -15,26 +15,25 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def with_timeout(work: Awaitable[T], seconds: float) -> T:
-    """Return the result of `work`, or raise a `TimeoutError` that says how long it waited."""
-    scope = asyncio.timeout(seconds)
+async def with_timeout(work: Awaitable[T], seconds: float | Callable[[], float]) -> T:
+    """Return the result of `work`, or raise a `TimeoutError` that says how long it waited.
+
+    `seconds` may be a function that returns the remaining seconds, so that a timeout can be extended.
+    """
+    loop, scope = asyncio.get_running_loop(), asyncio.timeout(None)
+    start = loop.time()
+    remaining_s = seconds if callable(seconds) else lambda: start + seconds - loop.time()
     try:
         async with scope:
-            return await work
+            alarm = _Alarm(scope, remaining_s)
+            try:
+                return await work
+            finally:
+                alarm.timer.cancel()
     except TimeoutError as error:
         if scope.expired():
-            raise TimeoutError(f"no reply within {seconds:.0f} s") from error
+            raise TimeoutError(f"no reply within {loop.time() - start:.0f} s") from error
         raise
-
-
-async def with_extendable_timeout(work: Awaitable[T], remaining_s: Callable[[], float]) -> T:
-    """Return the result of `work`, or raise `TimeoutError` when no seconds remain. `remaining_s` may grow meanwhile."""
-    async with asyncio.timeout(None) as scope:
-        alarm = _Alarm(scope, remaining_s)
-        try:
-            return await work
-        finally:
-            alarm.timer.cancel()
 
 
 class _Alarm:

@@ -18,7 +18,7 @@ from verl.rewards.sandbox.sandbox import Limits
 from verl.rewards.scorers import code
 from verl.rewards.scorers.code import compute_score, extract_code, read_tests
 from verl.rewards.scorers.code_guest import decode, encode
-from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
+from verl.rewards.settings import RewardFunctionSettings
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 
@@ -274,7 +274,7 @@ def test_whatever_an_answer_writes_becomes_a_plain_value_or_an_error(encoded: An
 
 async def test_settings_reach_the_scorer_in_its_process() -> None:
     kwargs = {"verl.rewards.scorers.code": {"limits": LIMITS, "partial": True}}
-    with RewardPool(RewardPoolSettings(RewardFunctionSettings(builtin_kwargs=kwargs))) as pool:
+    with RewardPool(RewardFunctionSettings(builtin_kwargs=kwargs)) as pool:
         await pool.start()
         outcome = await pool.score("code", "print(3)", {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})
     assert outcome == Scored(0.5, {"passed": 0.5})
@@ -284,7 +284,7 @@ async def test_a_run_whose_machine_lacks_the_required_walls_does_not_start(monke
     monkeypatch.setenv("PATH", "")  # neither bwrap nor unshare exists
     kwargs = {"verl.rewards.scorers.code": {"require": "namespaces"}}
     with (
-        RewardPool(RewardPoolSettings(RewardFunctionSettings(builtin_kwargs=kwargs))) as pool,
+        RewardPool(RewardFunctionSettings(builtin_kwargs=kwargs)) as pool,
         pytest.raises(RewardError, match="install the package `bubblewrap`"),
     ):
         await pool.start()

@@ -14,7 +14,7 @@ from verl.errors import RewardError
 from verl.rewards.judge import client
 from verl.rewards.judge.judge import compute_score
 from verl.rewards.pool.pool import RewardPool
-from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
+from verl.rewards.settings import RewardFunctionSettings
 from verl.types import Failed, Scored
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
@@ -286,8 +286,8 @@ async def test_in_several_scoring_processes_it_keeps_its_rate_its_cache_and_its_
 ) -> None:
     cache = tmp_path / "judge.sqlite"
     kwargs = {"url": service.url, "model": "m", "cache": str(cache), "requests_per_minute": 300, "retries": 0}
-    function = RewardFunctionSettings("verl.rewards.judge", kwargs=kwargs)
-    with RewardPool(RewardPoolSettings(function, workers=2, deadline_s=60)) as pool:
+    settings = RewardFunctionSettings("verl.rewards.judge", kwargs=kwargs, workers=2, timeout_s=60)
+    with RewardPool(settings) as pool:
         await pool.start()
         for number in range(8):
             pool_outcome = await pool.score("sums", f"{number % 4}", "46", QUESTION)

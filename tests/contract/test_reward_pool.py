@@ -23,7 +23,7 @@ from rotation import rotate_rest
 from verl.errors import RewardError
 from verl.rewards.pool.pool import RewardPool
 from verl.rewards.result import Failed, RewardInput, RewardResult, Scored
-from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
+from verl.rewards.settings import RewardFunctionSettings
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
 
@@ -38,7 +38,7 @@ WRITE_EVERYWHERE = """
     time.sleep(60)
 """
 FAIR = 20.0
-"""Seconds: a deadline that no well-behaved function here comes near, even on a busy machine."""
+"""Seconds: a timeout that no well-behaved function here comes near, even on a busy machine."""
 
 Pool = Callable[..., RewardPool]
 
@@ -53,8 +53,8 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
     def make(body: str, head: str = HEAD, batch_size: int | None = None, **settings: Any) -> RewardPool:
         file = tmp_path / "my_reward.py"
         file.write_text(head + textwrap.indent(textwrap.dedent(body), "    "))
-        function = RewardFunctionSettings(str(file), batch_size=batch_size)
-        made.append(RewardPool(RewardPoolSettings(function, **{"deadline_s": FAIR, **settings})))
+        settings = {"batch_size": batch_size, "timeout_s": FAIR, **settings}
+        made.append(RewardPool(RewardFunctionSettings(str(file), **settings)))
         return made[-1]
 
     yield make
@@ -151,7 +151,7 @@ async def test_an_end_is_explained_and_the_next_call_is_served(pool: Pool, body:
     ),
 )
 async def test_a_hang_is_ended_at_its_timeout_and_shows_its_line(pool: Pool, hang: str) -> None:
-    ready = await started(pool(f"if solution_str != 'bad': return 1.0\n{hang}", deadline_s=3.0))
+    ready = await started(pool(f"if solution_str != 'bad': return 1.0\n{hang}", timeout_s=3.0))
     failed, *others = await asyncio.gather(one(ready, "bad"), *(one(ready) for _ in range(20)))
     assert isinstance(failed, Failed)
     assert failed.kind == "timeout"
@@ -175,7 +175,7 @@ async def test_only_calls_that_ended_their_worker_fail_among_many_short_calls(po
 
 
 async def test_waiting_for_a_worker_is_not_counted_as_being_late(pool: Pool) -> None:
-    ready = await started(pool("time.sleep(0.5)\nreturn 1.0", deadline_s=10.0))
+    ready = await started(pool("time.sleep(0.5)\nreturn 1.0", timeout_s=10.0))
     assert await asyncio.gather(*(one(ready) for _ in range(24))) == [Scored(1.0)] * 24
 
 
@@ -284,7 +284,7 @@ async def test_the_working_directory_is_the_same_for_every_call(pool: Pool) -> N
 
 async def test_async_calls_run_concurrently_and_only_the_late_one_fails(pool: Pool) -> None:
     body = "await asyncio.sleep(600 if solution_str == 'bad' else 1)\nreturn len(asyncio.all_tasks())"
-    ready = await started(pool(body, ASYNC, deadline_s=3.0))
+    ready = await started(pool(body, ASYNC, timeout_s=3.0))
     first = await asyncio.gather(*(one(ready) for _ in range(50)))
     assert max(outcome.score for outcome in first if isinstance(outcome, Scored)) > 25
     failed, again = await asyncio.gather(one(ready, "bad"), one(ready))
@@ -297,7 +297,7 @@ async def test_async_calls_run_concurrently_and_only_the_late_one_fails(pool: Po
 @pytest.mark.parametrize(("body", "kind"), [("os._exit(3)", "died"), ("time.sleep(60)", "timeout")])
 async def test_only_the_async_call_that_ended_the_worker_fails(pool: Pool, body: str, kind: str) -> None:
     body = f"await asyncio.sleep(0.3)\nif solution_str == 'bad':\n    {body}\nawait asyncio.sleep(0.3)\nreturn 1.0"
-    ready = await started(pool(body, ASYNC, deadline_s=3.0))
+    ready = await started(pool(body, ASYNC, timeout_s=3.0))
     found = await asyncio.gather(one(ready, "bad"), *(one(ready) for _ in range(8)))
     assert [outcome.kind for outcome in found if isinstance(outcome, Failed)] == [kind]
     assert found[1:] == [Scored(1.0)] * 8
@@ -390,7 +390,7 @@ async def test_a_closed_pool_rejects_calls(pool: Pool) -> None:
 
 
 async def test_closing_leaves_no_call_pending(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
-    ready = await started(pool("if solution_str == '1999': time.sleep(60)\nreturn 1.0", workers=2, deadline_s=120.0))
+    ready = await started(pool("if solution_str == '1999': time.sleep(60)\nreturn 1.0", workers=2, timeout_s=120.0))
     calls = [ready.submit(RewardInput("sums", str(number), "")) for number in range(2000)]
     await asyncio.wrap_future(calls[50])
     await asyncio.to_thread(ready.close)
@@ -406,9 +406,9 @@ def test_when_the_owner_dies_everything_dies(tmp_path: Path, end: signal.Signals
     )
     (tmp_path / "owner.py").write_text(
         "import asyncio, sys\nfrom verl.rewards.pool.pool import RewardPool\n"
-        "from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings\n"
+        "from verl.rewards.settings import RewardFunctionSettings\n"
         "async def main():\n"
-        "    pool = RewardPool(RewardPoolSettings(RewardFunctionSettings(sys.argv[1])))\n"
+        "    pool = RewardPool(RewardFunctionSettings(sys.argv[1]))\n"
         "    await pool.start()\n"
         "    print('started', flush=True)\n"
         "    await pool.score('', '', '')\n"

@@ -28,7 +28,7 @@ from verl.rewards.settings import RewardFunctionSettings
 from verl.tracking.diagnosis import Diagnosis
 from verl.trainer.build.data import read_data
 from verl.trainer.build.preflight import check_files
-from verl.trainer.build.reward_settings import reward_pool_settings
+from verl.trainer.build.reward_settings import reward_function_settings
 from verl.trainer.evaluator import Evaluator
 from verl.types import SampleHandle, Scored
 
@@ -265,7 +265,7 @@ async def test_a_function_that_takes_prompts_gets_them_without_any_setting(tmp_p
     path = reward_file(tmp_path, "def compute_reward(prompt, response):\n    return prompt == '2+2?'\n")
     config = settings(f"{FUNCTION}.path={path}", f"{FUNCTION}.name=compute_reward").config
     [prompt] = PromptDataset(data, chat_tokenizer(), PromptOptions(max_prompt_length=50))
-    with open_rewards(replace(reward_pool_settings(config), workers=0)) as rewards:
+    with open_rewards(replace(reward_function_settings(config), workers=0)) as rewards:
         await rewards.start()
         assert await score_by_function(rewards.score)(prompt, Transcript(), "4") == Scored(1.0)
 

@@ -31,7 +31,7 @@ from verl.cluster.hangs.registry import register_actor
 from verl.cluster.local import LocalActor
 from verl.cluster.object_store import FULL_ERRORS, describe_full_store, get_all
 from verl.errors import EngineError, ProcessLostError, StorageError, VerlError, WorkerTimeoutError
-from verl.waiting import with_extendable_timeout
+from verl.waiting import with_timeout
 
 DEATH_DETECTION_S = 30.0  # upper bound
 _POLL_S, _REPLY_S = 0.5, 10.0  # while a process is being replaced
@@ -88,7 +88,7 @@ async def await_reply(
         return await unwrapped
     with track_call(action, target=target, timeout=timeout, progress=progress, peers=peers) as call:
         try:
-            result = await with_extendable_timeout(unwrapped, lambda: call.remaining_s)
+            result = await with_timeout(unwrapped, lambda: call.remaining_s)
         except TimeoutError:
             if call.remaining_s > 0:  # the worker's own error
                 raise

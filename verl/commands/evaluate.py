@@ -26,7 +26,7 @@ from verl.rewards.result import RewardResult
 from verl.rewards.reward_function import explain_no_scorer, resolve_scorer
 from verl.rewards.score_statistics import Estimate, ScoredResponses, summarize
 from verl.tracking.console import Console
-from verl.trainer.build.reward_settings import reward_pool_settings
+from verl.trainer.build.reward_settings import reward_function_settings
 from verl.types import Failed, Scored
 
 HELP = f"""\
@@ -143,7 +143,7 @@ async def _score_all(config: Config, rows: Sequence[_Row]) -> list[list[RewardRe
     for source in sorted({row.data_source for row in rows}):
         if resolve_scorer(config, source) is None:
             raise RewardError(explain_no_scorer(source))
-    with open_rewards(reward_pool_settings(config)) as pool:
+    with open_rewards(reward_function_settings(config)) as pool:
         await pool.start()
         return await asyncio.gather(
             *(asyncio.gather(*(_score(pool, row, response) for response in row.responses)) for row in rows)

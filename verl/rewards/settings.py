@@ -1,4 +1,4 @@
-"""Settings of reward functions, their processes and the overlong penalty, as they are sent to workers."""
+"""Settings of reward functions, reward models and the overlong penalty, as they are sent to workers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ class RewardFunctionSettings:
     passed to every call. `functions` are several functions to add up (`compose.combine`), instead of one. With a
     `batch_size`, the function is called with lists of up to that many responses. `builtin_kwargs` are further arguments
     of built-in scorers, by module. `function` is a function object, or a packed one, that is used instead of `path`.
+
+    `workers` processes run the function, each with `memory_mb` (None: no limit); 0: the process of the caller runs it.
+    `timeout_s` limits one call.
     """
 
     path: str | None = None
@@ -24,6 +27,9 @@ class RewardFunctionSettings:
     batch_size: int | None = None
     builtin_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     function: bytes | Callable[..., Any] | None = None
+    workers: int = 1
+    timeout_s: float = 300.0
+    memory_mb: int | None = None
 
     @property
     def is_batched(self) -> bool:
@@ -36,19 +42,6 @@ class RewardFunctionSettings:
             parts = (RewardFunctionSettings(part.get("path"), part.get("name", self.name)) for part in self.functions)
             return " + ".join(part.label for part in parts)
         return "the built-in scorer" if self.path is None else f"{self.path}:{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class RewardPoolSettings:
-    """A reward function and the `workers` processes that run it; with 0 workers it runs in the caller's process.
-
-    `deadline_s` limits one call, `memory_mb` each process (None: no limit).
-    """
-
-    function: RewardFunctionSettings
-    workers: int = 1
-    deadline_s: float = 300.0
-    memory_mb: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +60,7 @@ class OverlongPenalty:
 
 @dataclass(frozen=True, slots=True)
 class RewardModelSettings:
-    """A reward model, and the size and deadline of its batches.
+    """A reward model, and the size and timeout of its batches.
 
     `factory` is the `RewardModel` of an engine as package.module:name; it is called with these settings.
     """

@@ -46,7 +46,7 @@ from verl.rewards.final_answer import extract_final_answer
 from verl.rewards.models.tokenization import build_encoder
 from verl.rewards.pool.pool import RewardClient, open_rewards
 from verl.rewards.result import RewardInput, RewardResult, make_failure
-from verl.rewards.settings import OverlongPenalty, RewardPoolSettings
+from verl.rewards.settings import OverlongPenalty, RewardFunctionSettings
 from verl.rollout.engine import EngineView
 from verl.rollout.replica_pool import EnginePool
 from verl.types import Failed, Prompt, Sample, SampleHandle, SamplePreview, SamplingParams
@@ -75,7 +75,7 @@ class EpisodeSettings:
 
     config: Config
     datasets: dict[str, DatasetSettings]  # by split
-    reward: RewardPoolSettings | None = None  # None: no reward function
+    reward: RewardFunctionSettings | None = None  # None: no reward function
     components: Sequence[str] = ()  # numbers that the reward of every training response must have
     timeouts: Timeouts = DEFAULT_TIMEOUTS
 

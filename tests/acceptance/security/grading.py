@@ -23,7 +23,7 @@ from _pathological_maths import CASES
 
 from verl.rewards.pool.pool import RewardPool
 from verl.rewards.result import Failed, RewardInput, RewardResult, Scored
-from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
+from verl.rewards.settings import RewardFunctionSettings
 
 FUNCTION = """
 import time
@@ -49,8 +49,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="verl-grading-") as folder:
         file = Path(folder) / "graded.py"
         file.write_text(FUNCTION)
-        function = RewardFunctionSettings(str(file))
-        pool = RewardPool(RewardPoolSettings(function, WORKERS, deadline_s=deadline_s, memory_mb=1024))
+        settings = RewardFunctionSettings(str(file), workers=WORKERS, timeout_s=deadline_s, memory_mb=1024)
+        pool = RewardPool(settings)
         asyncio.run(pool.start())
         hangs, before, after = grade(pool, grades, deadline_s)
         honest = in_threads(pool, [RewardInput("burst", str(number), str(number)) for number in range(burst)])
@@ -155,8 +155,10 @@ def grade_maths(count: int) -> dict[str, float]:
             taken.append(time.monotonic() - start)
 
     watch = Stopwatch()
-    function = RewardFunctionSettings("verl.rewards.scorers.math")
-    with RewardPool(RewardPoolSettings(function, 2, deadline_s=MATHS_DEADLINE_S, memory_mb=2048)) as pool:
+    settings = RewardFunctionSettings(
+        "verl.rewards.scorers.math", workers=2, timeout_s=MATHS_DEADLINE_S, memory_mb=2048
+    )
+    with RewardPool(settings) as pool:
         asyncio.run(pool.start())
         other = threading.Thread(target=lambda: asyncio.run(one_by_one(chosen[1::2])))
         other.start()

@@ -28,7 +28,7 @@ from verl.errors import RewardError
 from verl.rewards.pool import process_pool
 from verl.rewards.pool.pool import RewardPool
 from verl.rewards.result import Failed, FailureTracker, Scored
-from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
+from verl.rewards.settings import RewardFunctionSettings
 
 FILE = Path(__file__).with_name("_hostile_rewards.py")
 STEPS, RESPONSES, LIMIT = 3, 12, 0.1
@@ -153,8 +153,7 @@ async def try_out(name: str, deadline_s: float) -> list[str]:
     kind, part = EXPECTED[name]
     problems = []
     deadline_s = deadline_s if kind == "timeout" else 60.0
-    function = RewardFunctionSettings(str(FILE), name)
-    pool = RewardPool(RewardPoolSettings(function, workers=2, deadline_s=deadline_s, memory_mb=512))
+    pool = RewardPool(RewardFunctionSettings(str(FILE), name, workers=2, timeout_s=deadline_s, memory_mb=512))
     try:
         await pool.start()
         problems += await misbehaves_sometimes(pool, kind)
@@ -216,7 +215,7 @@ async def try_to_load(body: str, part: str) -> list[str]:
         file.write_text(
             f"{body}\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
         )
-        with RewardPool(RewardPoolSettings(RewardFunctionSettings(str(file)))) as pool:
+        with RewardPool(RewardFunctionSettings(str(file))) as pool:
             try:
                 await pool.start()
             except RewardError as error:

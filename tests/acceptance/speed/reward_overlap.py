@@ -21,7 +21,7 @@ from _common import finish, metrics_of, sized_for_addition, train
 from verl.demo.assets import make_assets
 from verl.rewards.pool.pool import RewardPool
 from verl.rewards.result import Scored
-from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
+from verl.rewards.settings import RewardFunctionSettings
 
 BOUND = 1.25
 SLOTS = 8
@@ -99,7 +99,7 @@ def of_the_pool(folder: Path, answers: int) -> None:
     ratios = {}
     for kind, (function, workers, batch_size) in KINDS.items():
         file = written(folder, kind, function)
-        settings = RewardPoolSettings(RewardFunctionSettings(str(file), batch_size=batch_size), workers, deadline_s=60)
+        settings = RewardFunctionSettings(str(file), batch_size=batch_size, workers=workers, timeout_s=60)
         with RewardPool(settings) as pool:
             alone, step, after = asyncio.run(measure(pool, answers))
         ratios[kind] = round(step / alone, 3)

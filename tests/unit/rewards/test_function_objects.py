@@ -10,15 +10,14 @@ import pytest
 from verl.errors import RewardError
 from verl.rewards.pool.pool import RewardClient, RewardPool, open_rewards
 from verl.rewards.reward_function import RewardFunction, pack_function, unpack_function
-from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
+from verl.rewards.settings import RewardFunctionSettings
 from verl.types import Failed, Scored
 
 pytestmark = pytest.mark.unit
 
 
 def open_here(path: str, function: Callable[..., Any], batch_size: int | None = None) -> RewardClient:
-    settings = RewardFunctionSettings(path, function=function, batch_size=batch_size)
-    return open_rewards(RewardPoolSettings(settings, workers=0))
+    return open_rewards(RewardFunctionSettings(path, function=function, batch_size=batch_size, workers=0))
 
 
 def exact(response: str, ground_truth: str) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from verl.rewards.pool.process_pool import ProcessPool
 from verl.rewards.result import Failed, RewardInput, RewardResult, Scored, make_failure
 from verl.rewards.reward_function import RewardFunction
-from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
+from verl.rewards.settings import RewardFunctionSettings
 from verl.types import FailureKind
 
 
@@ -49,9 +49,8 @@ class RewardJob:
 class RewardPool(ProcessPool[RewardInput, RewardResult]):
     """Worker processes that score responses."""
 
-    def __init__(self, settings: RewardPoolSettings) -> None:
-        super().__init__(RewardJob(settings.function), settings.workers, settings.deadline_s, settings.memory_mb)
-        self.timeout_s = settings.deadline_s
+    def __init__(self, settings: RewardFunctionSettings) -> None:
+        super().__init__(RewardJob(settings), settings.workers, settings.timeout_s, settings.memory_mb)
 
     async def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
@@ -88,6 +87,6 @@ class InProcessRewards:
 RewardClient = RewardPool | InProcessRewards
 
 
-def open_rewards(settings: RewardPoolSettings) -> RewardClient:
+def open_rewards(settings: RewardFunctionSettings) -> RewardClient:
     """Return a pool of processes; without workers, score in this process, with breakpoints and without limits."""
-    return RewardPool(settings) if settings.workers else InProcessRewards(settings.function)
+    return RewardPool(settings) if settings.workers else InProcessRewards(settings)

@@ -76,7 +76,7 @@ class ProcessPool(Generic[Q, R]):
     """
 
     def __init__(self, job: Job[Q, R], workers: int, timeout_s: float, memory_mb: int | None = None) -> None:
-        self.job, self.default_timeout_s, self.memory_mb = job, timeout_s, memory_mb
+        self.job, self.timeout_s, self.memory_mb = job, timeout_s, memory_mb
         self._workers = [_Worker(self) for _ in range(workers)]
         self._tasks: list[asyncio.Task[None]] = []
         self._waiting: deque[_Call[Q, R]] = deque()
@@ -103,7 +103,7 @@ class ProcessPool(Generic[Q, R]):
             future.set_exception(RewardError(self._closed_because))
             return future
         assert self._thread is not None
-        timeout_s = self.default_timeout_s if timeout_s is None else timeout_s
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         self._waiting.append(_Call(request, pickle.dumps(request), timeout_s, future, self._thread.loop.time()))
         self._thread.loop.call_soon_threadsafe(self.dispatch)
         return future
@@ -235,7 +235,7 @@ class _Worker(Generic[Q, R]):
             reading = asyncio.create_task(self._read(replies, self._on_worker_message))
             exit_timeout_s = _CLOSE_S
             try:
-                self._write((self._pool.job, self._pool.default_timeout_s))
+                self._write((self._pool.job, self._pool.timeout_s))
                 self._set_timer(LOAD_TIMEOUT_S, self._kill, f"took more than {LOAD_TIMEOUT_S:g} s")
                 await self._read(reports, self._on_supervisor_message)
                 self._is_ending = True

@@ -1,4 +1,4 @@
-"""Converts the settings of the reward to those of reward functions, their processes, and reward components."""
+"""Converts the settings of the reward to those of reward functions and reward components."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl.config.schema.root import Config
 from verl.rewards.compose import get_label
 from verl.rewards.reward_function import pack_function
 from verl.rewards.sandbox.sandbox import Limits
-from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
+from verl.rewards.settings import RewardFunctionSettings
 
 
 def reward_components(config: Config) -> dict[str, float]:
@@ -34,9 +34,15 @@ def reward_components(config: Config) -> dict[str, float]:
     return dict(zip(names, weights, strict=True))
 
 
-def reward_function_settings(config: Config, function: Callable[..., Any] | None = None) -> RewardFunctionSettings:
-    """Return the reward function to load, or `function` if one was passed as a Python object."""
+def reward_function_settings(
+    config: Config, episode_workers: int = 1, function: Callable[..., Any] | None = None
+) -> RewardFunctionSettings:
+    """Return the reward function of each episode worker, or `function` if one was passed as a Python object.
+
+    Episode workers share the reward processes equally.
+    """
     reward, custom = config.reward, config.reward.custom_reward_function
+    processes = reward.num_workers if reward.reward_manager.name == "prime" else 1
     return RewardFunctionSettings(
         path=custom.path,
         name=custom.name,
@@ -45,6 +51,9 @@ def reward_function_settings(config: Config, function: Callable[..., Any] | None
         batch_size=reward.batch_size if reward.reward_manager.name == "batch" else None,
         builtin_kwargs=_builtin_kwargs(reward),
         function=function if function is None or config.trainer.local else pack_function(function),
+        workers=0 if config.trainer.local else -(-processes // episode_workers),
+        timeout_s=reward.deadline_s,
+        memory_mb=reward.memory_mb,
     )
 
 
@@ -61,17 +70,3 @@ def _builtin_kwargs(reward: RewardConfig) -> dict[str, dict[str, Any]]:
     )
     arguments = {"limits": limits, "sandbox_url": sandbox.url, "require": sandbox.require, "partial": code.partial}
     return {"verl.rewards.scorers.code": arguments}
-
-
-def reward_pool_settings(
-    config: Config, episode_workers: int = 1, function: Callable[..., Any] | None = None
-) -> RewardPoolSettings:
-    """Return the settings of the pool in each episode worker: they share the reward processes equally."""
-    reward = config.reward
-    processes = reward.num_workers if reward.reward_manager.name == "prime" else 1
-    return RewardPoolSettings(
-        reward_function_settings(config, function),
-        workers=0 if config.trainer.local else -(-processes // episode_workers),
-        deadline_s=reward.deadline_s,
-        memory_mb=reward.memory_mb,
-    )

@@ -43,7 +43,7 @@ from verl.memory_plan.out_of_memory import rl_memory_advice
 from verl.rewards.settings import RewardModelSettings
 from verl.rollout.settings import RolloutEngineSettings, assign_cores
 from verl.trainer.build.algorithm_settings import algorithm_settings
-from verl.trainer.build.reward_settings import reward_components, reward_pool_settings
+from verl.trainer.build.reward_settings import reward_components, reward_function_settings
 from verl.training.registry import get_settings_class
 from verl.training.settings import EngineSettings, LoraSettings, Schedule
 from verl.weights.sync import TOLERANCES
@@ -235,7 +235,7 @@ def episode_settings(
 ) -> EpisodeSettings:
     """Return the settings of each of `workers` episode workers. `reward` replaces the configured reward function."""
     has_function = uses_reward_function(config) and scores_responses(config)
-    function = reward_pool_settings(config, workers, reward) if has_function else None
+    function = reward_function_settings(config, workers, reward) if has_function else None
     return EpisodeSettings(config, datasets, function, list(reward_components(config)), timeouts(config))
 
 
