@@ -20,8 +20,8 @@ _ANYWHERE = _read_words(
 _LAST = {"key", "keys", "token", "pass", "pat", "sas"}
 """A name that ends with one of these words, before any `_QUALIFIERS`, is the name of a secret, too."""
 
-_WEAK = {"key", "keys", "token"}
-"""Words that sentences use before a colon: "unknown key: x"."""
+WEAK = {"key", "keys", "token"}
+"""Names that sentences use before a colon: "unknown key: x"."""
 
 _JOINED = re.compile(
     r"\w*(?:passwords?|passwd|passphrase|secret)|(?!old)\w+pwd"
@@ -76,11 +76,6 @@ def is_secret_name(name: str) -> bool:
     if words[-1] not in _LAST or words in (["pass"], ["pat"], ["sas"]):
         return False
     return len(words) == 1 or words[-2] not in _ORDINARY
-
-
-def is_weak_name(name: str) -> bool:
-    """Whether the name is a single word that sentences use before a colon, too."""
-    return name.lower() in _WEAK
 
 
 def _split(name: str) -> list[str]:

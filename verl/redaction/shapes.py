@@ -23,7 +23,7 @@ _KEYS = re.compile(
 _RANDOM = re.compile(r"(?<![A-Za-z0-9/])(?![0-9a-f]+\b|[0-9A-F]+\b)[A-Za-z0-9]{20,}(?![A-Za-z0-9/])")
 """A candidate for a random value: long, not hexadecimal as hashes are, not part of a path."""
 _MIN_CHANGES = 0.45
-"""Of the neighbors in a random value, this share is of different kinds: upper case, lower case, digit."""
+"""The share of neighbors in a random value that differ in kind: upper case, lower case, digit."""
 _BEARER = re.compile(r"\b(?P<kind>Bearer|Basic|Token)\s+(?P<value>[\w.~+/=-]{8,})")
 _COOKIE = re.compile(r"\b(?P<kind>(?:Set-)?Cookie:[ ]*)[^\s'\"][^\r\n'\"]*", re.I)
 _SIGNED = re.compile(r"(?P<name>[?&;](?:[\w-]{0,40}signature|sig|sign|hmac)=)[^\s&'\"<>]+", re.I)

@@ -13,12 +13,12 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote, quote_plus, unquote
 
-from verl.redaction.names import is_secret_name, is_weak_name
+from verl.redaction.names import WEAK, is_secret_name
 from verl.redaction.shapes import HIDDEN, hide_shapes
 
 _MIN_LENGTH, _MAX_WORD_LENGTH = 6, 11
@@ -48,24 +48,9 @@ _LOGIN = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]+://)(?P<user>[^\s/?#@:]*)(?
 _known: set[str] = set()
 
 
-class _Assignment(NamedTuple):
-    """A secret value next to its name, and its position in the text."""
-
-    value: str
-    start: int
-    end: int
-
-
 def redact_settings(tree: Any, name: str = "") -> Any:
     """Return the settings with all values under secret names hidden, and other texts redacted."""
-    if isinstance(tree, Mapping):
-        return {key: redact_settings(value, _effective_name(name, key)) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        names = [name, *(_name_next(value, name) for value in tree)]
-        return [redact_settings(value, each) for value, each in zip(tree, names, strict=False)]
-    if is_secret_name(name) and _is_redactable(tree):
-        return HIDDEN
-    return redact(tree) if isinstance(tree, str) else tree
+    return _map_values(tree, name, _redact_value)
 
 
 def redact(text: str) -> str:
@@ -75,25 +60,15 @@ def redact(text: str) -> str:
     text = _LOGIN.sub(_mask_login, text)
     text = hide_shapes(text)
     parts, position = [], 0
-    for each in _iter_assigned(text):
-        parts += [text[position : each.start], HIDDEN]
-        position = each.end
+    for start, end in _iter_assigned(text):
+        parts += [text[position:start], HIDDEN]
+        position = end
     return "".join([*parts, text[position:]])
 
 
 def remember(tree: Any, name: str = "") -> None:
     """Register the secrets of these settings, to hide them in all texts of this process from now on."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            remember(value, _effective_name(name, key))
-    elif isinstance(tree, (list, tuple)):
-        for value, each in zip(tree, [name, *(_name_next(value, name) for value in tree)], strict=False):
-            remember(value, each)
-    elif is_secret_name(name) and _is_redactable(tree):
-        _known.update(_list_forms(str(tree)))
-    if isinstance(tree, str):
-        for value in (*_iter_logins(tree), *(each.value for each in _iter_assigned(tree))):
-            _known.update(_list_forms(value))
+    _map_values(tree, name, _remember_value)
 
 
 def remember_arguments(arguments: Iterable[str]) -> None:
@@ -105,9 +80,30 @@ def remember_arguments(arguments: Iterable[str]) -> None:
         remember(value.strip("'\""), key)
 
 
-def _effective_name(name: str, key: Any) -> str:
-    """Return the name that decides about `key`: everything below a secret name is secret."""
-    return name if is_secret_name(name) else str(key)
+def _map_values(tree: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
+    """Return the tree with each value changed, given its name. Everything below a secret name is secret."""
+    if isinstance(tree, Mapping):
+        return {
+            key: _map_values(value, name if is_secret_name(name) else str(key), change) for key, value in tree.items()
+        }
+    if isinstance(tree, (list, tuple)):
+        names = [name, *(_name_next(value, name) for value in tree)]
+        return [_map_values(value, each, change) for value, each in zip(tree, names, strict=False)]
+    return change(tree, name)
+
+
+def _redact_value(value: Any, name: str) -> Any:
+    if is_secret_name(name) and _is_redactable(value):
+        return HIDDEN
+    return redact(value) if isinstance(value, str) else value
+
+
+def _remember_value(value: Any, name: str) -> None:
+    if is_secret_name(name) and _is_redactable(value):
+        _known.update(_list_forms(str(value)))
+    if isinstance(value, str):
+        for secret in (*_iter_logins(value), *(value[start:end] for start, end in _iter_assigned(value))):
+            _known.update(_list_forms(secret))
 
 
 def _name_next(value: Any, name: str) -> str:
@@ -160,15 +156,15 @@ def _mask_login(match: re.Match[str]) -> str:
     return f"{match['scheme']}{user}{HIDDEN}@"
 
 
-def _iter_assigned(text: str) -> Iterator[_Assignment]:
-    """Yield the values that stand next to the name of a secret: `key=value`, `"key": "value"`."""
+def _iter_assigned(text: str) -> Iterator[tuple[int, int]]:
+    """Yield where values stand next to the name of a secret: `key=value`, `"key": "value"`."""
     position = 0
     while name := _NAME.search(text, position):
         position = name.end()
-        is_sentence = is_weak_name(name["name"]) and ":" in name["is"]  # "unknown key: x"
+        is_sentence = name["name"].lower() in WEAK and ":" in name["is"]  # "unknown key: x"
         if is_sentence or not is_secret_name(name["name"]) or (value := _VALUE.match(text, position)) is None:
             continue
         start, end = value.span("value" if value["quote"] is None else "quoted")
         position = end
         if text[start:end].lower() not in _NOT_SECRET:
-            yield _Assignment(text[start:end], start, end)
+            yield start, end

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
@@ -81,9 +79,9 @@ class JudgeClient:
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         try:
-            # Redirects are not followed: they would send the key elsewhere.
-            proxy = _find_proxy(url, has_key=self.key is not None)
-            async with httpx.AsyncClient(verify=_ssl_context(), proxy=proxy, trust_env=False, timeout=None) as client:
+            # Redirects are not followed: they would send the key elsewhere. A proxy could read it in plain HTTP.
+            use_proxy = self.key is None or httpx.URL(url).scheme != "http"
+            async with httpx.AsyncClient(verify=_ssl_context(), trust_env=use_proxy, timeout=None) as client:
                 request = client.post(url, content=json.dumps(payload), headers=headers)
                 return await asyncio.wait_for(request, self.timeout_s)
         except TimeoutError:
@@ -127,15 +125,6 @@ def _find_root_cause(error: BaseException) -> BaseException:
     while inner := error.__cause__ or next((arg for arg in error.args if isinstance(arg, BaseException)), None):
         error = inner
     return error
-
-
-def _find_proxy(url: str, *, has_key: bool) -> str | None:
-    """Return the proxy that the environment sets for `url`, unless it could read the key of a plain HTTP request."""
-    target = urlsplit(url)
-    proxy = getproxies().get(target.scheme)
-    if not proxy or (has_key and target.scheme == "http") or proxy_bypass(target.netloc):
-        return None
-    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def _parse_retry_after(headers: Mapping[str, str]) -> float | None:

@@ -13,6 +13,7 @@ import logging
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -22,12 +23,9 @@ from verl.rewards.scorers.math_limits import MAX_BITS, TooLongError, count_bits,
 
 MAX_LENGTH = 1_000  # characters
 MAX_CPU_S = 5.0  # for one answer; exceeding the timeout of a response would be a failure
-MAX_DEPTH = 12  # arguments in braces; other brackets, where the parser backtracks, count twice
+MAX_DEPTH = 12  # of brackets: the time of the parser grows exponentially with it
 
 _UNEVALUATED = ("Sum", "Product", "Integral", "Limit", "Derivative")
-_BRACKET = re.compile(
-    r"(?P<argument>(?<=[A-Za-z^_}\]])\{)|(?P<open>[(\[{]|\\l(?:floor|ceil)\b)|[)\]}]|\\r(?:floor|ceil)\b"
-)
 # Evaluated while parsing, so its size must be checked before.
 _BASE = re.compile(r"\d\s*_\s*\{?\s*(\d+)")
 _TOO_LARGE = re.compile(r"binom\s*\{[^{}]*(?:\d{6}|binom)|sqrt\s*\[[^]]*(?:\d{4}|[!^\\])|(?:gcd|lcm).*[!^]")
@@ -164,16 +162,7 @@ def _is_contradiction(expression: Any) -> bool:
 
 
 def _bracket_depth(text: str) -> int:
-    depth = deepest = 0
-    open_brackets: list[int] = []
-    for bracket in _BRACKET.finditer(text):
-        if bracket["argument"] or bracket["open"]:
-            open_brackets.append(1 if bracket["argument"] else 2)
-            depth += open_brackets[-1]
-            deepest = max(deepest, depth)
-        elif open_brackets:
-            depth -= open_brackets.pop()
-    return deepest
+    return max(accumulate((char in "([{") - (char in ")]}") for char in text), default=0)
 
 
 def _result(*, is_right: bool = False, is_parsed: bool = True, is_undecided: bool = False) -> dict[str, float]:
