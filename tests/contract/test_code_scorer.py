@@ -53,7 +53,7 @@ def test_a_program_is_judged_by_what_it_prints() -> None:
     assert passed("import sys\nprint(sum(map(int, sys.stdin.read().split())))\nsys.exit(1)", truth) == 0.0
 
 
-def test_after_a_timeout_the_rest_is_not_tried() -> None:
+def test_inputs_after_a_timeout_are_not_run() -> None:
     truth = {"inputs": ["0", "1", "1"], "outputs": ["", "", ""]}
     answer = "import time\ntime.sleep(60 * int(input()))"
     result = compute_score("code", answer, truth, limits=Limits(seconds=3), partial=True)
@@ -77,7 +77,7 @@ def test_after_a_timeout_the_rest_is_not_tried() -> None:
         ("2.6525285981219103e+32", "265252859812191058636308480000000", False),
     ],
 )
-def test_blanks_at_the_end_do_not_count_and_floats_have_a_tolerance(actual: str, expected: str, same: bool) -> None:
+def test_trailing_whitespace_is_ignored_and_floats_have_a_tolerance(actual: str, expected: str, same: bool) -> None:
     assert code._is_same_text(actual, expected) is same
 
 
@@ -124,7 +124,7 @@ def test_arguments_may_be_lines_of_json_and_arrays_of_parquet() -> None:
         (None, None, True),
     ],
 )
-def test_values_are_equal_as_json_knows_them(result: Any, expected: Any, same: bool) -> None:
+def test_values_are_compared_as_json(result: Any, expected: Any, same: bool) -> None:
     assert code._is_same(result, expected) is same
 
 
@@ -177,12 +177,12 @@ def test_an_exception_of_the_answer_passes_no_test(raised: str) -> None:
     assert passed(f"def f(n): raise {raised}", ["assert all(map(f, [1, 2]))"]) == 0.0
 
 
-def test_a_test_that_cannot_be_asked_is_an_error_that_names_it() -> None:
+def test_a_test_that_cannot_run_is_an_error_that_names_it() -> None:
     with pytest.raises(RewardError, match=r"f\(lambda.*a function is not a plain value"):
         passed("def f(g): return g()", ["assert f(lambda: 1) == 1"])
 
 
-def test_an_answer_cannot_make_a_test_unaskable() -> None:
+def test_an_answer_cannot_make_a_test_invalid() -> None:
     assert passed("def f(x): return object()\ndef g(x): return x", ["assert g(f(1)) == 1"]) == 0.0
 
 
@@ -280,7 +280,7 @@ async def test_settings_reach_the_scorer_in_its_process() -> None:
     assert outcome == Scored(0.5, {"passed": 0.5})
 
 
-async def test_a_run_whose_machine_lacks_the_required_walls_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_does_not_start_without_the_required_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # neither bwrap nor unshare exists
     kwargs = {"verl.rewards.scorers.code": {"require": "namespaces"}}
     with (

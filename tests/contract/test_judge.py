@@ -114,7 +114,7 @@ async def ask(service: Service, answer: str = "46", **kwargs: Any) -> dict[str, 
     return await compute_score("sums", answer, "46", QUESTION, url=service.url, model="judge-7b", **kwargs)
 
 
-async def test_the_judge_is_asked_with_question_answer_and_reference(service: Service, monkeypatch: Any) -> None:
+async def test_the_request_has_question_answer_and_reference(service: Service, monkeypatch: Any) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-secret\n")
     result = await ask(service, answer="It is {ground_truth}", key_env="JUDGE_KEY", options={"max_tokens": 9})
     assert result == {"score": 0.7, "from_cache": 0.0}
@@ -152,7 +152,7 @@ async def test_messages_can_be_the_question(service: Service) -> None:
         Service.drip,
     ],
 )
-async def test_trouble_that_may_pass_is_waited_for(service: Service, trouble: Any) -> None:
+async def test_transient_errors_are_retried(service: Service, trouble: Any) -> None:
     bad = trouble.__get__(service) if callable(trouble) else trouble
     service.replies = [bad, bad, make_reply("score: 7/10")]
     # Short only where somebody hangs, and then with room for a machine that stands still.
@@ -172,7 +172,7 @@ async def test_trouble_that_may_pass_is_waited_for(service: Service, trouble: An
         (Service.drip, "within timeout_s=0.2"),
     ],
 )
-async def test_trouble_that_stays_is_a_failure_that_names_it(service: Service, trouble: Any, says: str) -> None:
+async def test_a_lasting_error_is_a_failure_with_its_cause(service: Service, trouble: Any, says: str) -> None:
     service.replies = [trouble.__get__(service) if callable(trouble) else trouble]
     with pytest.raises(RewardError, match="The judge at http") as raised:
         await ask(service, retries=1, timeout_s=0.2 if callable(trouble) else 60)
@@ -180,7 +180,7 @@ async def test_trouble_that_stays_is_a_failure_that_names_it(service: Service, t
     assert "after 2 requests" in str(raised.value)
 
 
-async def test_a_reply_that_was_cut_off_is_a_failure_and_not_asked_for_again(service: Service) -> None:
+async def test_a_truncated_reply_is_a_failure_without_a_retry(service: Service) -> None:
     choice = {"message": {"content": "score: 10/10"}, "finish_reason": "length"}
     service.replies = [(200, {}, json.dumps({"choices": [choice]}).encode())]
     with pytest.raises(RewardError, match=r"was cut off after 12 characters; .*max_tokens"):
@@ -188,7 +188,7 @@ async def test_a_reply_that_was_cut_off_is_a_failure_and_not_asked_for_again(ser
     assert len(service.asked) == 1
 
 
-async def test_nobody_at_the_address_is_a_failure_that_names_it(service: Service) -> None:
+async def test_a_refused_connection_is_a_failure_with_its_cause(service: Service) -> None:
     service.close()
     with pytest.raises(RewardError, match="cannot be reached: ConnectionRefusedError"):
         await ask(service, retries=1)
@@ -198,9 +198,7 @@ async def test_nobody_at_the_address_is_a_failure_that_names_it(service: Service
     ("status", "fix"),
     [(400, "model"), (401, "key_env"), (403, "key_env"), (404, "url"), (422, "model"), (307, "url"), (418, "url")],
 )
-async def test_a_request_that_is_wrong_is_not_made_again(
-    service: Service, status: int, fix: str, monkeypatch: Any
-) -> None:
+async def test_an_invalid_request_is_not_retried(service: Service, status: int, fix: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
     service.replies = [(status, {"Location": "http://127.0.0.1:9/elsewhere"}, b"the key sk-secret is no good")]
     with pytest.raises(RewardError, match=f"returned HTTP {status}") as raised:
@@ -243,18 +241,18 @@ async def test_a_plain_request_with_a_key_avoids_the_proxy(service: Service, has
     assert (len(service.asked), len(proxy.asked)) == ((1, 0) if has_key else (0, 1))
 
 
-async def test_an_address_that_is_none_is_said_at_once() -> None:
+async def test_an_invalid_url_is_reported_at_once() -> None:
     with pytest.raises(RewardError, match=r"cannot be called: .*https://host/v1"):
         await compute_score("", "", "", QUESTION, url="judge.local/v1", model="m")
 
 
-async def test_the_service_says_when_to_ask_again_and_all_wait_for_it(service: Service, tmp_path: Path) -> None:
+async def test_retry_after_delays_the_next_request(service: Service, tmp_path: Path) -> None:
     service.replies = [(429, {"Retry-After": "0.3"}, b""), make_reply("score: 1/10")]
     await ask(service, requests_per_minute=60_000, cache=str(tmp_path / "judge.sqlite"), timeout_s=60)
     assert service.times[1] - service.times[0] >= 0.29
 
 
-async def test_a_verdict_that_cannot_be_read_is_a_failure_and_is_not_kept(service: Service, tmp_path: Path) -> None:
+async def test_an_unreadable_verdict_is_a_failure_and_is_not_cached(service: Service, tmp_path: Path) -> None:
     cache = str(tmp_path / "deep" / "judge.sqlite")
     service.replies = [make_reply("I like it."), make_reply("score: 10/10")]
     with pytest.raises(RewardError, match="without a last line such as"):
@@ -263,14 +261,14 @@ async def test_a_verdict_that_cannot_be_read_is_a_failure_and_is_not_kept(servic
     assert (await ask(service, cache=cache))["score"] == 1.0
 
 
-async def test_a_reply_with_half_a_character_is_read_and_kept(service: Service, tmp_path: Path) -> None:
+async def test_a_reply_with_a_lone_surrogate_is_read_and_cached(service: Service, tmp_path: Path) -> None:
     service.replies = [make_reply("\ud83d\nscore: 4/10")]
     cache = str(tmp_path / "judge.sqlite")
     assert [(await ask(service, cache=cache))["score"] for _ in range(2)] == [0.4, 0.4]
     assert len(service.asked) == 1
 
 
-async def test_what_was_judged_once_is_not_asked_again(service: Service, tmp_path: Path) -> None:
+async def test_a_cached_reply_is_not_requested_again(service: Service, tmp_path: Path) -> None:
     cache = str(tmp_path / "judge.sqlite")
     first = await ask(service, cache=cache)
     again = await ask(service, cache=cache)
@@ -281,9 +279,7 @@ async def test_what_was_judged_once_is_not_asked_again(service: Service, tmp_pat
     assert len(service.asked) == 3, "another answer, another way of asking"
 
 
-async def test_in_several_scoring_processes_it_keeps_its_rate_its_cache_and_its_failures(
-    service: Service, tmp_path: Path
-) -> None:
+async def test_scoring_processes_share_the_rate_limit_and_the_cache(service: Service, tmp_path: Path) -> None:
     cache = tmp_path / "judge.sqlite"
     kwargs = {"url": service.url, "model": "m", "cache": str(cache), "requests_per_minute": 300, "retries": 0}
     settings = RewardFunctionSettings("verl.rewards.judge", kwargs=kwargs, workers=2, timeout_s=60)

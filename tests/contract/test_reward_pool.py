@@ -128,7 +128,9 @@ async def test_an_exception_has_the_users_frames_and_the_worker_lives_on(pool: P
         keep=3,
     ),
 )
-async def test_an_end_is_explained_and_the_next_call_is_served(pool: Pool, body: str, kind: str, part: str) -> None:
+async def test_the_end_of_a_worker_is_explained_and_the_next_call_is_served(
+    pool: Pool, body: str, kind: str, part: str
+) -> None:
     ready = await started(pool("if solution_str != 'bad': return 1.0\n" + textwrap.dedent(body)))
     failed = await one(ready, "bad")
     assert isinstance(failed, Failed), failed
@@ -174,7 +176,7 @@ async def test_only_calls_that_ended_their_worker_fail_among_many_short_calls(po
     )
 
 
-async def test_waiting_for_a_worker_is_not_counted_as_being_late(pool: Pool) -> None:
+async def test_waiting_for_a_worker_does_not_count_toward_the_timeout(pool: Pool) -> None:
     ready = await started(pool("time.sleep(0.5)\nreturn 1.0", timeout_s=10.0))
     assert await asyncio.gather(*(one(ready) for _ in range(24))) == [Scored(1.0)] * 24
 
@@ -230,7 +232,7 @@ async def test_files_read_through_mappings_are_not_counted_as_memory(pool: Pool,
 
 
 @pytest.mark.rotating(2)
-async def test_memory_that_the_kernel_does_not_count_is_watched(pool: Pool) -> None:
+async def test_shared_memory_is_limited(pool: Pool) -> None:
     body = "import mmap\nshared = mmap.mmap(-1, 1 << 29)\nfor at in range(0, 1 << 29, 4096): shared[at] = 1\n"
     body += "time.sleep(60)"
     ready = await started(pool(body, memory_mb=200))
@@ -261,7 +263,7 @@ async def test_daemons_end_with_their_worker(pool: Pool) -> None:
 
 
 @pytest.mark.rotating(4)
-async def test_children_that_pile_up_are_cleared_away(pool: Pool) -> None:
+async def test_a_worker_with_many_leftover_processes_is_replaced(pool: Pool) -> None:
     ready = await started(pool("if os.fork() == 0:\n    time.sleep(600)\ntime.sleep(0.02)\nreturn 1.0"))
     most = 0
     while len(now := children()) >= most:  # until there are fewer: they have been cleared away
@@ -345,7 +347,7 @@ async def test_a_function_that_can_no_longer_be_loaded_ends_the_run(pool: Pool, 
         await one(ready)
 
 
-def test_it_serves_any_thread_and_any_loop(pool: Pool) -> None:
+def test_the_pool_serves_any_thread_and_event_loop(pool: Pool) -> None:
     ready = pool("return float(solution_str)", workers=2)
     asyncio.run(ready.start())
     found: list[list[RewardResult]] = []
@@ -369,7 +371,7 @@ async def test_what_cannot_be_pickled_is_the_callers_error(pool: Pool) -> None:
     assert await one(ready) == Scored(1.0)
 
 
-async def test_a_caller_that_gives_up_leaves_the_others_alone(pool: Pool) -> None:
+async def test_a_cancelled_call_does_not_affect_others(pool: Pool) -> None:
     ready = await started(pool("time.sleep(0.2)\nreturn float(solution_str)"))
     calls = [asyncio.ensure_future(one(ready, str(number))) for number in range(6)]
     await asyncio.sleep(0.1)
@@ -400,7 +402,7 @@ async def test_closing_leaves_no_call_pending(pool: Pool, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_when_the_owner_dies_everything_dies(tmp_path: Path, end: signal.Signals) -> None:
+def test_all_processes_end_with_the_owner_of_the_pool(tmp_path: Path, end: signal.Signals) -> None:
     (tmp_path / "my_reward.py").write_text(
         f"{HEAD}    if os.fork() == 0:\n        os.setsid()\n        time.sleep(600)\n    time.sleep(600)\n"
     )

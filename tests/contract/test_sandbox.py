@@ -97,13 +97,13 @@ def test_the_end_of_a_program_is_reported(source: str, status: str, code: int | 
     assert len(outcome.stdout) <= 10_000
 
 
-def test_the_deadline_ends_it_and_what_it_printed_is_kept() -> None:
+def test_a_timeout_keeps_the_output() -> None:
     outcome = run("import time\nprint('begun', flush=True)\ntime.sleep(60)", limits=Limits(seconds=3.0))
     assert (outcome.status, outcome.stdout) == ("timeout", "begun\n")
     assert 3.0 <= outcome.seconds < 10
 
 
-def test_a_daemon_that_holds_the_pipes_does_not_hold_the_grader() -> None:
+def test_a_daemon_that_keeps_the_pipes_open_does_not_block_the_grader() -> None:
     outcome = run("import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(3600)\nprint('gone')")
     assert (outcome.status, outcome.stdout) == ("ok", "gone\n")
 
@@ -158,7 +158,7 @@ def test_the_disk_is_limited() -> None:
     assert "File too large" in run(source, limits=Limits(file_bytes=1000)).stderr
 
 
-def test_nothing_of_the_environment_or_the_home_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_and_home_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "secret")
     (tmp_path / "secret.txt").write_text("secret")
     tmp_path.chmod(0o755)
@@ -208,7 +208,7 @@ print(open("/dev/stdin").read())
     assert run(source, stdin="given", kind=kind).stdout == "given\n"
 
 
-def test_no_object_of_the_kernel_is_left_behind(kind: str) -> None:
+def test_no_kernel_objects_are_left(kind: str) -> None:
     source = "import ctypes\nlibc = ctypes.CDLL(None)\n"
     source += "print(libc.msgget(0, 0o1600), libc.semget(0, 1, 0o1600), libc.shmget(0, 4096, 0o1600))"
     assert run(source, kind=kind).stdout == "-1 -1 -1\n"
@@ -272,7 +272,7 @@ print(open("mine").read())
 
 
 @pytest.mark.rotating(2)
-def test_folders_without_end_are_removed() -> None:
+def test_deeply_nested_folders_are_removed() -> None:
     if not works("limits"):
         pytest.skip("limits do not work on this machine")
     before = set(Path(tempfile.gettempdir()).glob("sandbox-*"))
@@ -281,7 +281,7 @@ def test_folders_without_end_are_removed() -> None:
     assert set(Path(tempfile.gettempdir()).glob("sandbox-*")) <= before
 
 
-def test_what_limits_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gaps_of_limits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "choose_user", lambda: None)
     monkeypatch.setattr(isolation, "landlock_version", lambda: 0)
     assert "read the memory of this run" in isolation.describe("limits")
@@ -316,7 +316,7 @@ def test_threads_run_programs_at_once_and_leave_no_descriptor() -> None:
     assert threading.active_count() < 50
 
 
-def test_a_machine_that_cannot_run_it_is_an_error_and_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_run_programs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "build_command", lambda *_: ["sh", "-c", "echo no space >&2; exit 7"])
     with pytest.raises(RewardError, match="bubblewrap did not start: no space"):
         run("print(1)", kind="bubblewrap")
@@ -367,7 +367,7 @@ def interpret(rules: bytes, arch: int, number: int, first: int = 0, second: int 
     ("machine", "arch", "clone", "socket", "kill", "read"),
     [("x86_64", 0xC000003E, 56, 41, 62, 0), ("aarch64", 0xC00000B7, 220, 198, 129, 63)],
 )
-def test_the_filter_refuses_what_it_should(
+def test_the_seccomp_filter_forbids_the_listed_calls(
     machine: str, arch: int, clone: int, socket: int, kill: int, read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seccomp.platform, "machine", lambda: machine)

@@ -103,7 +103,7 @@ def test_the_end_of_a_program_is_reported_as_by_the_local_sandbox(
     assert (outcome.status, outcome.exit_code) == (status, code)
 
 
-def test_a_busy_service_is_asked_again(service: Service) -> None:
+def test_requests_to_a_busy_service_are_retried(service: Service) -> None:
     service.answers = [(503, {}), (429, {}), finished("late\n")]
     assert sandbox_fusion.run("x", url=f"{service.url}/").stdout == "late\n"
     assert [path for path, _ in service.asked] == ["/run_code"] * 3
@@ -119,14 +119,14 @@ def test_a_busy_service_is_asked_again(service: Service) -> None:
         ([(200, [])] * 3, "not a JSON object"),
     ],
 )
-def test_what_the_service_cannot_do_is_no_outcome(service: Service, answers: list[tuple[int, Any]], words: str) -> None:
+def test_an_error_of_the_service_is_not_a_result(service: Service, answers: list[tuple[int, Any]], words: str) -> None:
     service.answers = list(answers)
     with pytest.raises(RewardError, match=words):
         sandbox_fusion.run("x", url=service.url)
     assert service.answers == []
 
 
-def test_a_service_that_is_away_is_an_error_that_names_it(service: Service) -> None:
+def test_an_unreachable_service_is_an_error_with_its_url(service: Service) -> None:
     service.server.server_close()
     with pytest.raises(RewardError, match=r"check reward.sandbox.url"):
         sandbox_fusion.run("x", url="http://127.0.0.1:9")

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.unit
 KNOWN = {"abs": abs}
 
 
-def test_a_known_name_an_import_path_or_a_file(tmp_path):
+def test_a_function_is_loaded_by_name_import_path_or_file(tmp_path):
     assert load_function("abs", KNOWN, "x") is abs
     assert load_function("math:sqrt", KNOWN, "x") is math.sqrt
     (tmp_path / "mine.py").write_text("def double(x):\n    return 2 * x\n")

@@ -25,7 +25,7 @@ def test_the_folder_of_a_user_is_the_same_for_all_its_processes_and_closed_to_ot
 
 
 @pytest.mark.parametrize("kind", ["open", "foreign", "link", "dangling link", "file"])
-def test_a_folder_that_somebody_planted_is_passed_over(tmp_path: Path, kind: str) -> None:
+def test_a_planted_folder_is_skipped(tmp_path: Path, kind: str) -> None:
     planted = tmp_path / f"verl-{os.getuid()}"
     if kind in ("open", "foreign"):
         planted.mkdir(mode=0o700)

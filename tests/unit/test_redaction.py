@@ -33,14 +33,14 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
-def test_a_name_that_says_secret_is_one(name: str) -> None:
+def test_a_name_of_a_secret_is_recognized(name: str) -> None:
     assert is_secret_name(name)
     assert redact(f"{name}=pl4in-words and {{'{name}': 'pl4in-words'}}").count("pl4in") == 0
     assert redact_settings({name: "x"}) == {name: HIDDEN}
 
 
 @pytest.mark.parametrize("name", [*ORDINARY_NAMES, ""])
-def test_other_names_are_none(name: str) -> None:
+def test_other_names_are_not_secret(name: str) -> None:
     assert not is_secret_name(name)
     assert redact(f"{name}=abcdef12 and '{name}': 'abcdef12'").count("abcdef12") == 2
 
@@ -165,11 +165,11 @@ def test_a_word_is_hidden_under_its_name_only(monkeypatch: pytest.MonkeyPatch) -
     "part", ["a", "a.b-c_", "key", "1a_", "a+b", "key=", "-u=", "eyJ-", "https://a/hook/", "pass:", "--a-key "]
 )
 @pytest.mark.timeout(60)  # minutes, if it grew with the square of the length
-def test_a_long_word_takes_no_long_time(part: str) -> None:
+def test_a_long_word_is_redacted_in_linear_time(part: str) -> None:
     word = part * (100_000 // len(part))
     assert "hunter2hunter2" not in redact(f"{word} api_key=hunter2hunter2")
 
 
 @pytest.mark.parametrize("before", ["1", "_", "é", ".", "-"])
-def test_what_stands_right_before_a_login_does_not_save_it(before: str) -> None:
+def test_a_login_is_hidden_after_any_character(before: str) -> None:
     assert redact(f"{before}https://user:hunter2hunter2@host") == f"{before}https://user:{HIDDEN}@host"

@@ -25,14 +25,14 @@ def always(result: Any) -> Any:
 
 
 @given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=5))
-def test_the_sum_is_that_of_weight_times_score_and_every_part_is_a_metric(parts: Sequence[tuple[float, float]]) -> None:
+def test_the_score_is_the_weighted_sum_and_each_part_is_a_metric(parts: Sequence[tuple[float, float]]) -> None:
     found = add_weighted({f"part{i}": (always(score), weight) for i, (score, weight) in enumerate(parts)})("", "", "")
     assert found.pop("score") == pytest.approx(sum(score * weight for score, weight in parts))
     assert list(found.values()) == [score for score, _ in parts]
 
 
 @given(numbers, st.tuples(numbers, numbers).map(sorted))
-def test_a_clipped_score_stays_within_and_what_was_within_stays(score: float, bounds: list[float]) -> None:
+def test_clipping_limits_a_score_and_keeps_scores_within_the_limits(score: float, bounds: list[float]) -> None:
     low, high = bounds
     found = clip_score(always(score), low, high)("", "", "")
     assert low <= found <= high

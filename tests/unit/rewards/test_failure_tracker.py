@@ -16,7 +16,7 @@ outcomes = st.one_of(st.just(Scored(1.0)), st.builds(Failed, kinds, st.just("why
 
 
 @given(st.lists(outcomes, min_size=1, max_size=40))
-def test_the_two_rates_are_shares_of_the_step_and_cover_every_failure(step: list[RewardResult]) -> None:
+def test_error_and_timeout_rates_add_up_to_the_failures_of_the_step(step: list[RewardResult]) -> None:
     tracker = FailureTracker(max_failure_rate=1.0, samples=len(step))
     for outcome in step:
         tracker.add(outcome)
@@ -28,7 +28,7 @@ def test_the_two_rates_are_shares_of_the_step_and_cover_every_failure(step: list
 
 
 @given(st.integers(1, 50), st.floats(0, 1))
-def test_it_stops_at_the_first_failure_above_the_limit_and_not_before(samples: int, limit: float) -> None:
+def test_the_run_stops_at_the_first_failure_above_the_limit(samples: int, limit: float) -> None:
     tracker, allowed = FailureTracker(limit, samples), int(limit * samples)
     for count in range(allowed):
         tracker.add(Failed("timeout", f"failure {count}"))

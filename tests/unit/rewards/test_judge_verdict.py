@@ -102,18 +102,18 @@ def test_a_response_cannot_close_the_marks_around_it() -> None:
         ({"url": "u", "model": "m", "api_key": "sk"}, "its options are url, model, prompt, .*; remove api_key"),
     ],
 )
-def test_arguments_that_lack_or_do_not_exist_are_named_at_the_start(kwargs: dict[str, Any], fix: str) -> None:
+def test_missing_and_unknown_arguments_are_named_at_startup(kwargs: dict[str, Any], fix: str) -> None:
     with pytest.raises(RewardError, match=fix):
         load_reward("verl.rewards.judge", kwargs=kwargs)
 
 
-async def test_a_question_that_the_row_lacks_names_the_entries_and_the_fix() -> None:
+async def test_a_missing_question_is_an_error_that_lists_the_entries_of_the_row() -> None:
     with pytest.raises(RewardError, match=r"question_key=question: extra_info has only level. .*raw_prompt"):
         await compute_score("", "46", "46", {"level": 3}, url="http://127.0.0.1:9/v1", model="m")
 
 
 @pytest.mark.parametrize("key", [None, "", "line\nbreak", "schlüssel"])
-async def test_a_key_that_cannot_be_one_is_named_by_its_variable_alone(key: Any, monkeypatch: Any) -> None:
+async def test_an_invalid_key_is_reported_by_its_variable_only(key: Any, monkeypatch: Any) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     if key is not None:
         monkeypatch.setenv("JUDGE_KEY", key)

@@ -31,13 +31,13 @@ def read_by(model: Any, raw: Any, *, retokenize: bool) -> Any:
     return build_encoder(make_tokenizer(), model, Prompt(0, [1], raw=raw), model_path="rm", retokenize=retokenize)
 
 
-def test_tokens_of_one_and_the_same_tokenizer_are_passed_on_as_they_were_drawn() -> None:
+def test_tokens_of_the_same_tokenizer_are_kept() -> None:
     read = read_by(make_tokenizer(), None, retokenize=False)
     assert read is keep_tokens
     assert read(Prompt(0, [5, 6]), [5, 6, 9, 1], "x") == [5, 6, 9, 1]
 
 
-def test_a_model_without_a_template_of_its_own_takes_the_policys() -> None:
+def test_a_model_without_a_chat_template_reads_the_policys() -> None:
     model = make_tokenizer()
     model.chat_template = None
     assert read_by(model, None, retokenize=False) is keep_tokens
@@ -55,21 +55,21 @@ def test_another_chat_template_needs_the_raw_prompts() -> None:
         read_by(model, None, retokenize=False)
 
 
-def test_messages_are_written_by_the_models_own_template_with_the_answer_as_the_last() -> None:
+def test_messages_are_formatted_with_the_chat_template_of_the_model() -> None:
     model = tokenizer_of("<pad>", "<eos>", "<more>", chat_template=TEMPLATE)
     tokens = read_by(model, MESSAGES, retokenize=True)(Prompt(0, [1], raw=MESSAGES), [1, 2], "046")
     assert model.decode(tokens) == "<user>12+34=?;<assistant>046;"
 
 
 @pytest.mark.parametrize("text", ["12+34=", "<s>12+34="])
-def test_an_answer_follows_a_finished_string_which_begins_once(text: str) -> None:
+def test_a_response_is_appended_to_a_string_prompt_with_one_bos_token(text: str) -> None:
     model = tokenizer_of("<pad>", "<eos>", "<s>", bos_token="<s>")
     model.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     tokens = read_by(model, text, retokenize=True)(Prompt(0, [1], raw=text), [1, 2], "046")
     assert model.decode(tokens) == "<s>12+34=046"
 
 
-def test_messages_without_a_template_to_write_them_are_rejected_with_the_fix() -> None:
+def test_messages_without_a_chat_template_are_rejected_with_the_fix() -> None:
     model = tokenizer_of("<pad>", "<eos>", "<more>")
     model.chat_template = None
     with pytest.raises(ConfigError, match=r"model_path=rm: its tokenizer has no chat template"):
@@ -77,7 +77,7 @@ def test_messages_without_a_template_to_write_them_are_rejected_with_the_fix() -
     assert callable(read_by(model, "12+34=", retokenize=True)), "finished strings need none"
 
 
-def test_where_passing_tokens_on_would_do_the_message_says_so() -> None:
+def test_the_fix_suggests_the_policys_tokens_if_they_would_work() -> None:
     model = make_tokenizer()
     model.chat_template = None
     with pytest.raises(ConfigError, match=r"remove data\.return_raw_input_ids"):

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
         "A) London\nB) Paris\nThe answer is B",
     ],
 )
-def test_the_letter_that_an_answer_settles_on(text: str) -> None:
+def test_the_chosen_letter_is_found(text: str) -> None:
     assert final_choice(text) == "B"
 
 
@@ -68,7 +68,7 @@ def test_the_letter_that_an_answer_settles_on(text: str) -> None:
         "The answer is Bordeaux",
     ],
 )
-def test_an_answer_that_settles_on_nothing(text: str) -> None:
+def test_ambiguous_responses_choose_nothing(text: str) -> None:
     assert final_choice(text) is None
 
 

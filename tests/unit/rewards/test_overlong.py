@@ -18,7 +18,7 @@ def test_the_penalty_grows_linearly_over_the_buffer(length: int, expected: float
 
 
 @given(st.integers(0, 200), st.integers(1, 100), st.data(), st.floats(0, 10))
-def test_longer_is_never_better_and_never_below_the_factor(
+def test_the_penalty_never_falls_with_length_and_is_at_most_the_factor(
     length: int, max_length: int, data: st.DataObject, factor: float
 ) -> None:
     buffer = data.draw(st.integers(0, max_length))

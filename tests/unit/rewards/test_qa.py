@@ -16,7 +16,7 @@ TEXT = st.text(min_size=1).filter(str.strip)
 
 
 @pytest.mark.parametrize("text", ["Beatles", "the Beatles", " The  BEATLES! ", "(a) Beatles", "'Beatles'."])
-def test_case_blanks_articles_and_punctuation_do_not_matter(text: str) -> None:
+def test_case_whitespace_articles_and_punctuation_do_not_matter(text: str) -> None:
     assert compute_score("nq", f"<answer>{text}</answer>", "The Beatles")["score"] == 1.0
 
 
@@ -61,7 +61,7 @@ def test_the_last_answer_counts_and_a_list_of_guesses_loses() -> None:
     assert guesses == {"score": pytest.approx(1 / 3), "acc": 0.0, "f1": pytest.approx(1 / 3)}
 
 
-def test_a_truth_of_articles_alone_is_not_matched_by_nothing() -> None:
+def test_an_empty_response_does_not_match_a_ground_truth_of_articles() -> None:
     assert compute_score("nq", "", "The The")["score"] == 0.0
     assert compute_score("nq", "a", "A")["score"] == 1.0
     assert compute_score("nq", "the", "A")["score"] == 0.0

@@ -136,7 +136,9 @@ async def test_a_stop_iteration_is_an_exception_like_others(tmp_path: Path) -> N
         ("def broken(:\n", "compute_score", ["SyntaxError", "line 1"]),
     ],
 )
-def test_a_file_that_cannot_serve_says_why(tmp_path: Path, body: str, name: str, parts: list[str]) -> None:
+def test_a_file_without_a_usable_function_is_an_error_with_the_reason(
+    tmp_path: Path, body: str, name: str, parts: list[str]
+) -> None:
     with pytest.raises(RewardError) as caught:
         load_reward(write(tmp_path, body), name)
     for part in parts:

@@ -58,7 +58,7 @@ def test_a_setting_reaches_the_scorer(key: str) -> None:
 
 @pytest.mark.parametrize("path", [None, "verl.rewards.scorers.code"])
 @pytest.mark.parametrize("way", ["alone", "among several"])
-async def test_the_scorer_is_called_with_them_however_it_was_chosen(
+async def test_sandbox_settings_reach_the_scorer_however_it_was_chosen(
     path: str | None, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Limits | None] = []
@@ -78,7 +78,7 @@ async def test_the_scorer_is_called_with_them_however_it_was_chosen(
     assert (score, seen) == (0.5, [Limits(seconds=3)] * 2)
 
 
-async def test_what_a_function_is_given_by_name_comes_before_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reward_kwargs_override_the_sandbox_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "run", lambda *args, **kwargs: ProgramResult("ok", 0, "1", "", 0.0))
     monkeypatch.setattr(sandbox, "best_isolation", lambda: "namespaces")
     shipped = {"verl.rewards.scorers.code": {"partial": False}}
@@ -165,7 +165,7 @@ def test_settings_that_a_remote_sandbox_ignores_are_named() -> None:
     assert any("reward.sandbox.processes=4 has no effect: reward.sandbox.url is given" in hint for hint in loaded.hints)
 
 
-def test_a_program_must_be_done_before_the_scoring_of_its_answer_is() -> None:
+def test_the_limit_of_a_program_must_be_below_the_timeout_of_its_scoring() -> None:
     with pytest.raises(ConfigError, match=r"sandbox.seconds: 90 must be below .*=60.*set reward.deadline_s=360"):
         config("reward.sandbox.seconds=90")
     config("reward.sandbox.seconds=90", "reward.deadline_s=360")
