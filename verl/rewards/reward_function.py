@@ -17,7 +17,7 @@ import inspect
 import logging
 import pickle
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -255,11 +255,11 @@ def _adapt(scorer: Scorer, label: str, kwargs: Mapping[str, Any], settings: Rewa
         signature = inspect.signature(scorer)
     except (TypeError, ValueError):  # some builtins have no signature: the first call will show
         return scorer
-    if not settings.is_batched and _is_called_by_name(signature, kwargs):
-        return _call_by_name(scorer, label, [name for name in _PARAMETERS if name in signature.parameters])
     parameters = _BATCH_PARAMETERS if settings.is_batched else RewardInput._fields
+    is_by_name = not settings.is_batched and "response" in signature.parameters
+    names = [name for name in _PARAMETERS if name in signature.parameters] if is_by_name else parameters
     try:
-        signature.bind(**dict.fromkeys(parameters), **kwargs)
+        signature.bind(**dict.fromkeys(names), **kwargs)
     except TypeError as error:
         extra = f", and reward_kwargs {', '.join(kwargs)}" if kwargs else ""
         fix = _suggest_kwargs_fix(signature, kwargs)
@@ -268,16 +268,7 @@ def _adapt(scorer: Scorer, label: str, kwargs: Mapping[str, Any], settings: Rewa
             f"{label}: has the signature {signature}, but is called by name with "
             f"{', '.join(parameters[:-1])} and {parameters[-1]}{extra} ({error}); {fix}"
         ) from None
-    return scorer
-
-
-def _is_called_by_name(signature: inspect.Signature, kwargs: Collection[str]) -> bool:
-    """Return whether a function takes `response`, and requires only `_PARAMETERS` and `kwargs`."""
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return "response" in signature.parameters and all(
-        name in (*_PARAMETERS, *kwargs) or one.default is not one.empty or one.kind in variadic
-        for name, one in signature.parameters.items()
-    )
+    return _call_by_name(scorer, label, names) if is_by_name else scorer
 
 
 def _call_by_name(scorer: Scorer, label: str, names: Sequence[str]) -> Scorer:

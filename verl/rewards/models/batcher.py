@@ -15,6 +15,9 @@ _REDUCE_BATCH = f"if it is out of memory, lower {SETTING}.micro_batch_size_per_g
 _WAIT_LONGER = f"increase reward.deadline_s, or lower {SETTING}.micro_batch_size_per_gpu"
 _NOT_FINITE = "check the model's weights and its dtype: they overflow on this response"
 
+_Request = tuple[Sequence[int], asyncio.Future[float | ScoringFailure]]
+"""The tokens of a sequence, and the future of its score."""
+
 
 class Batcher:
     """Scores the sequences that arrived while the model was busy, at most `size` at once.
@@ -25,7 +28,7 @@ class Batcher:
 
     def __init__(self, model: RewardModel, size: int, timeout_s: float) -> None:
         self._model, self._size, self._timeout_s = model, size, timeout_s
-        self._pending: deque[tuple[Sequence[int], asyncio.Future[float | ScoringFailure]]] = deque()
+        self._pending: deque[_Request] = deque()
         self._task: asyncio.Task[None] | None = None
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
@@ -42,40 +45,36 @@ class Batcher:
     async def _run(self) -> None:
         while self._pending:
             batch = [self._pending.popleft() for _ in range(min(self._size, len(self._pending)))]
-            results: list[float | ScoringFailure] = [self._timeout()] * len(batch)
-            lost: ProcessLostError | None = None
             try:
-                await asyncio.wait_for(self._score_batch(results, [tokens for tokens, _ in batch]), self._timeout_s)
-            except TimeoutError:  # sequences without a result keep their timeout
-                pass
+                async with asyncio.timeout(self._timeout_s):
+                    await self._score_batch(batch)
+            except TimeoutError:
+                late = ScoringFailure("timeout", f"returned no score within {self._timeout_s:g} s", _WAIT_LONGER)
+                _settle(batch, [late] * len(batch))
             except ProcessLostError as error:
-                lost = error
-            for (_, future), result in zip(batch, results, strict=True):
-                if future.done():  # cancelled
-                    continue
-                if lost is None:
-                    future.set_result(result)
-                else:
-                    future.set_exception(lost)
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
 
-    async def _score_batch(self, results: list[float | ScoringFailure], batch: Sequence[Sequence[int]]) -> None:
-        """Fill `results` as far as the timeout allows."""
+    async def _score_batch(self, batch: Sequence[_Request]) -> None:
         try:
-            scores = await self._model.score(batch)
-            results[:] = [_check_score(score) for score, _ in zip(scores, batch, strict=True)]
+            scores = await self._model.score([tokens for tokens, _ in batch])
+            _settle(batch, [_check_score(score) for score, _ in zip(scores, batch, strict=True)])
         except ProcessLostError:
             raise
         except Exception as error:  # noqa: BLE001 - a custom model may raise anything
             if len(batch) == 1:
-                results[0] = ScoringFailure("error", f"raised {type(error).__name__}: {error}", _REDUCE_BATCH)
+                _settle(batch, [ScoringFailure("error", f"raised {type(error).__name__}: {error}", _REDUCE_BATCH)])
                 return
-            for index, tokens in enumerate(batch):
-                single: list[float | ScoringFailure] = [self._timeout()]
-                await self._score_batch(single, [tokens])
-                results[index] = single[0]
+            for request in batch:
+                await self._score_batch([request])
 
-    def _timeout(self) -> ScoringFailure:
-        return ScoringFailure("timeout", f"returned no score within {self._timeout_s:g} s", _WAIT_LONGER)
+
+def _settle(batch: Sequence[_Request], results: Sequence[float | ScoringFailure]) -> None:
+    """Set the results of requests that have none yet and were not cancelled."""
+    for (_, future), result in zip(batch, results, strict=True):
+        if not future.done():
+            future.set_result(result)
 
 
 def _check_score(score: float) -> float | ScoringFailure:
