@@ -83,7 +83,7 @@ def check_owner(path: Path) -> None:
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         raise ForeignFileError(
-            errno.EPERM, "is a link or no regular file, so another user may have put it there", str(path)
+            errno.EPERM, "is a link, or not a regular file, so another user may have put it there", str(path)
         )
     if status.st_uid != os.geteuid() and status.st_uid != _get_owner_of_new_files(path.parent):
         raise ForeignFileError(errno.EPERM, f"belongs to another user (uid {status.st_uid})", str(path))

@@ -1,4 +1,4 @@
-"""What is a secret is hidden wherever it turns up, and what is none stays."""
+"""Secrets are hidden wherever they appear; other text stays."""
 
 from __future__ import annotations
 

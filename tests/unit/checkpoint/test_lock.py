@@ -184,7 +184,7 @@ async def test_a_planted_lock_file_is_refused_and_not_changed(tmp_path: Path, ki
     else:
         os.mkfifo(planted)
     with pytest.raises(
-        CheckpointError, match=r"run/\.run\.lock: (belongs to another user|is a link or no regular file)"
+        CheckpointError, match=r"run/\.run\.lock: (belongs to another user|is a link, or not a regular file)"
     ):
         async with run_lock(planted.parent, pytest.fail):
             pytest.fail("it ran")

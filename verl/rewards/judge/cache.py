@@ -46,7 +46,7 @@ class JudgeCache:
 
     def _advance(self, delay_s: float, interval_s: float) -> float:
         with self._transaction() as db:
-            # On a clock that nobody sets: all processes of a machine share it, and it restarts with the machine.
+            # The monotonic clock cannot be set; all processes of a machine share it, and it restarts at boot.
             clock, now = f"{_read_boot_id()} {self._endpoint}", time.monotonic()
             row = db.execute("SELECT next FROM turns WHERE endpoint = ?", (clock,)).fetchone()
             turn = max(now + delay_s, 0.0 if row is None else float(row[0]))

@@ -25,8 +25,8 @@ class HfRewardModel:
     """Scores one batch after the other on its own thread.
 
     A sequence gets the score that transformers gives to it alone. Batches are padded on the right, and causal models
-    read the score at the last token other than the padding token. A model without one gets an id that ends no sequence
-    of the batch.
+    read the score at the last token other than the padding token. A model without a padding token gets an id that ends
+    no sequence of the batch.
     """
 
     def __init__(self, settings: RewardModelSettings) -> None:

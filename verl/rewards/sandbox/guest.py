@@ -113,7 +113,7 @@ def _list_descendants() -> list[int]:
 
 
 def _kill_all_of(user: int) -> None:
-    """Kill all processes of a user at once, from a process of that user, which they may stop: so do not wait long."""
+    """Kill all processes of a user, from a process of that user. They may stop it, so the wait for it is limited."""
     killer = os.fork()
     if killer == 0:
         try:

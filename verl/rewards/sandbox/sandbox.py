@@ -322,7 +322,7 @@ def _anonymous_file(content: bytes) -> Iterator[int]:
 
 
 def _remove(folder: str) -> None:
-    """Remove a program's folder, however deep it is and whatever it may not read."""
+    """Remove the folder of a program, even if it is deeply nested or not readable."""
     try:
         shutil.rmtree(folder)
     except (OSError, RecursionError):
