@@ -401,7 +401,7 @@ def test_episode_workers_share_the_scoring_processes() -> None:
     assert episode_settings(prime, data, 3).reward.workers == 3
     assert episode_settings(config_of("reward.num_workers=8"), data, 1).reward.workers == 1
     batch = config_of("reward.reward_manager.name=batch", "reward.batch_size=32")
-    assert episode_settings(batch, data, 1).reward.function.batch_size == 32
+    assert episode_settings(batch, data, 1).reward.batch_size == 32
 
 
 def test_local_paths_of_all_models_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

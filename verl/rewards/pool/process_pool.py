@@ -244,7 +244,7 @@ class _Worker(Generic[Q, R]):
                 else:
                     await reading  # no process is left that could send a reply
             finally:
-                self._set_timer(None)
+                self._clear_timer()
                 reading.cancel()
                 stack.close()  # then the supervisor kills its worker and exits
                 await _wait_for_exit(supervisor, exit_timeout_s)
@@ -280,11 +280,13 @@ class _Worker(Generic[Q, R]):
             self._control.write(KILL)
             self._set_timer(_CLOSE_S, self._control.transport.abort)
 
-    def _set_timer(self, seconds: float | None, callback: Callable[..., None] | None = None, *args: Any) -> None:
+    def _set_timer(self, seconds: float, callback: Callable[..., None], *args: Any) -> None:
+        self._clear_timer()
+        self._timer = asyncio.get_running_loop().call_later(seconds, callback, *args)
+
+    def _clear_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        is_set = seconds is not None and callback is not None
-        self._timer = asyncio.get_running_loop().call_later(seconds, callback, *args) if is_set else None
 
     def free_slots(self, next_call: _Call[Q, R]) -> int:
         """Return how many more calls it can take now; below 1: none."""
@@ -305,7 +307,7 @@ class _Worker(Generic[Q, R]):
     def _watch_oldest(self) -> None:
         """Set the timer to the timeout of the oldest call."""
         if not self.calls:
-            return self._set_timer(None)
+            return self._clear_timer()
         oldest = next(iter(self.calls.values()))
         grace_s = _ASYNC_GRACE_S if self._is_concurrent else 0.0
         age_s = asyncio.get_running_loop().time() - oldest.started
@@ -322,7 +324,7 @@ class _Worker(Generic[Q, R]):
             self._is_ready, self._is_concurrent = True, message["ready"]["is_concurrent"]
             self._pool.on_loaded()
             self._control.write(READY)
-            self._set_timer(None)
+            self._clear_timer()
         elif "refused" in message:
             self._refusal = message["refused"]
         elif "warning" in message:
