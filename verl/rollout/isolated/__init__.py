@@ -1,1 +1,1 @@
-"""A rollout engine in another Python environment: `engine` calls `server`, a process of that environment."""
+"""A rollout engine in another Python environment: `engine` sends `messages` to `server`, a process there."""

@@ -15,7 +15,7 @@ from typing import Any
 from verl.config.interpreters import find_interpreter_problem
 from verl.config.rollout_engines import RolloutEngineSpec
 from verl.errors import EngineError, ProcessLostError, VerlError
-from verl.rollout.isolated.server import read, write
+from verl.rollout.isolated.messages import decode, encode, read, write
 from verl.rollout.process_output import tail_stderr
 from verl.rollout.settings import RolloutEngineSettings
 from verl.weights.bucket import SharedBucket, WeightBucket, share
@@ -35,6 +35,7 @@ class IsolatedEngine:
     ) -> None:
         self._spec, self._settings, self._python, self._modules = spec, settings, python, list(modules)
         self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._loss: ProcessLostError | None = ProcessLostError("the process of the engine has not started")
@@ -76,8 +77,9 @@ class IsolatedEngine:
         with suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
-        await self._reading
-        self._writer.close()
+        if self._reading is not None:
+            await self._reading
+            self._writer.close()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         if self._loss is not None:
@@ -85,11 +87,11 @@ class IsolatedEngine:
         id = next(self._ids)
         self._waiting[id] = reply = asyncio.get_running_loop().create_future()
         try:
-            write(self._writer, (id, method, arguments))
+            write(self._writer, (id, method, encode(arguments)))
             return await reply
         except asyncio.CancelledError:
             if self._loss is None:
-                write(self._writer, (id, None, ()))
+                write(self._writer, (id, None, b""))
             raise
         finally:
             del self._waiting[id]
@@ -97,9 +99,15 @@ class IsolatedEngine:
     async def _read_replies(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> None:
         """Pass replies to the pending calls until the process ends."""
         while (message := await read(reader)) is not None:
-            id, result, error = message
-            if (waiting := self._waiting.get(id)) is not None and not waiting.done():
-                waiting.set_result(result) if error is None else waiting.set_exception(error)
+            id, has_succeeded, value = message
+            if (waiting := self._waiting.get(id)) is None or waiting.done():
+                continue
+            try:
+                result = decode(value)
+            except Exception as error:  # noqa: BLE001 - whatever a type of the other environment raises here
+                waiting.set_exception(EngineError(f"{self._python} has sent what cannot be read here: {error!r}"))
+                continue
+            waiting.set_result(result) if has_succeeded else waiting.set_exception(result)
         code = await process.wait()
         self._loss = ProcessLostError(
             f"the process of the engine, started by {self._python}, has ended with code {code}. {tail_stderr()}"

@@ -1,18 +1,16 @@
 """The process of an engine in another Python environment: `python -m verl.rollout.isolated.server SOCKET PARENT`.
 
 It calls the methods of an engine as the messages say, many at once. It ends with its parent, and when the connection is
-closed. A call is (id, method, arguments), and without a method cancels the call with that id; a reply is (id, result,
-error). Both sides have the same version of verl, but may have other versions of Python, numpy and torch.
+closed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import socket
-import struct
 import sys
+import traceback
 from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import Any
@@ -21,24 +19,8 @@ from verl.child_process import end_with_parent
 from verl.custom_functions import import_external
 from verl.errors import EngineError
 from verl.rollout.engine import RolloutEngine
+from verl.rollout.isolated.messages import decode, encode, read, write
 from verl.rollout.settings import RolloutEngineSettings
-
-_LENGTH = struct.Struct("<Q")
-_PROTOCOL = 4  # what numpy 2 pickles with protocol 5, numpy 1 cannot read
-
-
-async def read(stream: asyncio.StreamReader) -> Any:
-    """Return the next message; None when the other side has closed the connection."""
-    try:
-        (length,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
-        return pickle.loads(await stream.readexactly(length))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-
-
-def write(stream: asyncio.StreamWriter, message: tuple[Any, ...]) -> None:
-    data = pickle.dumps(message, _PROTOCOL)
-    stream.writelines((_LENGTH.pack(len(data)), data))
 
 
 class EngineServer:
@@ -64,14 +46,13 @@ class EngineServer:
             elif id in running:
                 running[id].cancel()
 
-    async def _answer(self, writer: asyncio.StreamWriter, id: int, method: str, arguments: Sequence[Any]) -> None:
-        reply: tuple[int, Any, Exception | None]
+    async def _answer(self, writer: asyncio.StreamWriter, id: int, method: str, arguments: bytes) -> None:
+        target: Any = self if method in ("import_modules", "create") else self._engine
         try:
-            target: Any = self if method in ("import_modules", "create") else self._engine
-            reply = (id, await getattr(target, method)(*arguments), None)
+            reply = (id, True, encode(await getattr(target, method)(*decode(arguments))))
         except Exception as error:  # noqa: BLE001 - process boundary: raised again where the call was made
             is_known = type(error).__module__ == EngineError.__module__
-            reply = (id, None, error if is_known else EngineError(f"{type(error).__name__}: {error}"))
+            reply = (id, False, encode(error if is_known else EngineError(f"{type(error).__name__}: {error}")))
         write(writer, reply)
         await writer.drain()
 
@@ -79,10 +60,14 @@ class EngineServer:
 def main() -> None:
     descriptor, parent = map(int, sys.argv[1:])
     end_with_parent(parent)
+    code = 1
     try:
         asyncio.run(EngineServer().serve(socket.socket(fileno=descriptor)))
+        code = 0
+    except Exception:  # noqa: BLE001 - nothing above reports it
+        traceback.print_exc()
     finally:
-        os._exit(0)  # without waiting for threads of the engine: no more calls can arrive
+        os._exit(code)  # without waiting for threads of the engine: no more calls can arrive
 
 
 if __name__ == "__main__":
