@@ -71,8 +71,10 @@ def test_only_numbers_can_differ_at_a_point() -> None:
     assert not differ_at_a_point(sympy.FiniteSet(1), sympy.FiniteSet(2))
 
 
-def test_relations_do_not_differ_at_a_point() -> None:
-    assert not differ_at_a_point(sympy.Eq(X, 1), sympy.Lt(X, 1))
-    assert not differ_at_a_point(sympy.Eq(2 * X, 1), sympy.Eq(2 * X, 3))
+def test_relations_differ_by_their_symbols_and_their_kind() -> None:
+    assert differ_at_a_point(sympy.Eq(X, 1), sympy.Eq(Y, 1))
+    assert differ_at_a_point(sympy.Eq(X, 1), sympy.Lt(X, 1))
+    assert not differ_at_a_point(sympy.Eq(X, 1), sympy.Eq(2 * X, 3))
+    assert not differ_at_a_point(sympy.Eq(Y, 2 * X + 1), sympy.Eq(X, (Y - 1) / 2))
     assert not differ_at_a_point(sympy.Lt(X, 1), sympy.Gt(1, X))
     assert not differ_at_a_point(sympy.Eq(X, 1), sympy.Integer(1))

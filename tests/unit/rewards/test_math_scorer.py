@@ -79,6 +79,9 @@ def test_earlier_boxes_are_ignored(contents: list[str]) -> None:
         ("50\\%", "\\frac12"),
         ("0.125", "12.5\\%"),
         ("12.50\\%", "12.5\\%"),
+        ("1.1 \\times 3 = 3.3", "3.3"),
+        ("\\frac{1}{3} = 0.3333333", "\\frac13"),
+        ("x = \\frac{y-1}{2}", "y = 2x+1"),
     ],
 )
 def test_equal_answers_score_one(answer: str, truth: object) -> None:
@@ -107,6 +110,8 @@ def test_equal_answers_score_one(answer: str, truth: object) -> None:
         ("\\sum_{k=1}^{100} k", "5050"),
         ("\\int_0^1 2x dx", "1"),
         ("\\lim_{x\\to 0} \\frac{\\sin x}{x}", "1"),
+        ("5 \\bmod 0 = x", "5"),
+        ("(x+1)^2 = x^2+2x+7", "5"),
     ],
 )
 def test_wrong_and_unevaluated_answers_score_zero(answer: str, truth: str) -> None:

@@ -19,7 +19,14 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.installation import format_install_hint
-from verl.rewards.scorers.math_limits import MAX_BITS, TooLongError, count_bits, differ_at_a_point, limit_cpu_time
+from verl.rewards.scorers.math_limits import (
+    MAX_BITS,
+    TooLongError,
+    count_bits,
+    differ_at_a_point,
+    is_contradiction,
+    limit_cpu_time,
+)
 
 MAX_LENGTH = 1_000  # characters
 MAX_CPU_S = 5.0  # for one answer; exceeding the timeout of a response would be a failure
@@ -60,7 +67,7 @@ def _compare(data_source: str, ground_truth: str, truth: _Answer, answer: _Answe
     if answer.value is None or (_is_unevaluated(answer.value) and not _is_unevaluated(truth.value)):
         return _result(is_parsed=answer.value is not None)
     bases = _BASE.findall(answer.text)  # math-verify drops bases
-    if _is_contradiction(answer.value) or (bases and bases != _BASE.findall(truth.text)):
+    if is_contradiction(answer.value) or (bases and bases != _BASE.findall(truth.text)):
         return _result()
     if not truth.is_percent and not answer.is_percent and differ_at_a_point(truth.value, answer.value):
         return _result()
@@ -146,19 +153,6 @@ def _are_equal(truth: _Answer, answer: _Answer) -> bool:
 
 def _is_unevaluated(expression: Any) -> bool:
     return type(expression).__name__ in _UNEVALUATED or any(map(_is_unevaluated, getattr(expression, "args", ())))
-
-
-def _is_contradiction(expression: Any) -> bool:
-    """Return whether an expression contains an equation that no value solves, such as 4 = 5 or x + 1 = x + 2."""
-    if type(expression).__name__ == "And":
-        return any(map(_is_contradiction, expression.args))
-    if not getattr(expression, "is_Equality", False):
-        return False
-    try:
-        difference = (expression.lhs - expression.rhs).doit()
-        return difference.is_number and difference.is_zero is False
-    except (TypeError, ValueError, AttributeError):  # sets and matrices
-        return False
 
 
 def _bracket_depth(text: str) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 MAX_BITS = 50_000  # 15,000 digits
 _LARGE = 1e18  # above every limit, and its products are still floats
+_NOT_A_NUMBER = (ArithmeticError, TypeError, ValueError, AttributeError, RecursionError)  # no value, or too large
 
 
 class TooLongError(BaseException):
@@ -74,25 +75,48 @@ def count_bits(expression: Any) -> float:
 def differ_at_a_point(one: Any, other: Any) -> bool:
     """Return whether two expressions differ at one point, which is quicker than a search for a simplification.
 
-    An assignment like x = 5 counts as its value. Pairs and intervals differ if an element does. False for a single
-    symbol, which may be a word, and for relations, sets and matrices.
+    An assignment like x = 5 counts as its value. Pairs and intervals differ if an element does. Relations differ if
+    their symbols do, or if only one is an equation. False for a single symbol, which may be a word, and for sets and
+    matrices.
     """
+    if getattr(one, "is_Relational", False) and getattr(other, "is_Relational", False):
+        return _symbol_names(one) != _symbol_names(other) or (one.rel_op == "==") != (other.rel_op == "==")
     one, other = (each.rhs if _is_assignment(each) else each for each in (one, other))
     if type(one) is type(other) and type(one).__name__ in ("Tuple", "Interval") and len(one.args) == len(other.args):
         return any(map(differ_at_a_point, one.args, other.args))
     if not all(getattr(each, "is_scalar", False) and not each.is_Symbol for each in (one, other)):
         return False
-    names = sorted({symbol.name for symbol in one.free_symbols | other.free_symbols})
-    point = {symbol: 0.74 + 0.12 * names.index(symbol.name) for symbol in one.free_symbols | other.free_symbols}
     try:
-        first, second = (complex(each.evalf(15, subs=point)) for each in (one, other))
+        first, second = (_evaluate(each, sorted(_symbol_names(one) | _symbol_names(other))) for each in (one, other))
         return abs(first - second) > 1e-3 * max(abs(first), abs(second))
-    except (ArithmeticError, TypeError, ValueError, AttributeError, RecursionError):  # no value, or too large
+    except _NOT_A_NUMBER:
+        return False
+
+
+def is_contradiction(expression: Any) -> bool:
+    """Return whether it contains an equation that no value solves, such as 4 = 5 or x + 1 = x + 2."""
+    if not getattr(expression, "is_Equality", False):
+        return type(expression).__name__ == "And" and any(map(is_contradiction, expression.args))
+    try:
+        names = sorted(_symbol_names(expression))
+        one, other = (_evaluate(expression.lhs, names, at) - _evaluate(expression.rhs, names, at) for at in (1.0, 2.7))
+        return abs(one) > 1e-6 and abs(one - other) < 1e-9
+    except _NOT_A_NUMBER:
         return False
 
 
 def _is_assignment(expression: Any) -> bool:
     return getattr(expression, "is_Equality", False) and expression.lhs.is_Symbol
+
+
+def _evaluate(expression: Any, names: list[str], scale: float = 1.0) -> complex:
+    """Return its value at a point where each symbol has another value, all of them multiplied by `scale`."""
+    point = {symbol: scale * (0.7390851 + 0.1234567 * names.index(symbol.name)) for symbol in expression.free_symbols}
+    return complex(expression.evalf(15, subs=point))
+
+
+def _symbol_names(expression: Any) -> set[str]:
+    return {symbol.name for symbol in expression.free_symbols}
 
 
 def _bound_value(expression: Any, size: float) -> float:
