@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -83,6 +84,18 @@ async def test_scores_metrics_and_extra_info_cross_the_processes(pool: Pool) -> 
     ready = await started(pool(body))
     assert await one(ready, where=3) == Scored(1.0, {"where": 3.0})
     assert await one(ready, "47", where=4) == Scored(0.0, {"where": 4.0})
+
+
+async def test_a_process_with_many_open_files_has_a_pool(pool: Pool) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert await one(await started(pool("return 1"))) == Scored(1.0)
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_metric_that_is_not_a_number_is_named_once(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:

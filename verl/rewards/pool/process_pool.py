@@ -59,7 +59,7 @@ class _Call(Generic[Q, R]):
     submitted: float
     started: float = 0.0
     is_alone: bool = False  # it was one of several when a worker ended: the next worker gets it alone
-    was_killed: bool = False  # with its worker, from outside
+    was_killed: bool = False  # another process killed the worker during this call
 
 
 class ProcessPool(Generic[Q, R]):
@@ -266,7 +266,7 @@ class _Worker(Generic[Q, R]):
                 handle(json.loads(await stream.readexactly(size)))
         except (EOFError, OSError):
             return
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             self._kill("wrote into a socket that is not its own")
 
     def _write(self, message: object) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import faulthandler
 import os
 import resource
-import select
+import selectors
 import signal
 import socket
 import sys
@@ -117,12 +117,15 @@ class _Supervisor:
 
     def _watch(self) -> str:
         """Return when the worker has ended or has to end, with the reason if that is a limit."""
-        worker_fd, checked = os.pidfd_open(self._pid), time.monotonic()
-        sources = [self._control.fileno(), worker_fd, self._output_fd]
+        sources, checked = selectors.DefaultSelector(), time.monotonic()
+        sources.register(self._control, selectors.EVENT_READ)
+        sources.register(self._output_fd, selectors.EVENT_READ)
+        with contextlib.suppress(OSError):  # without a pidfd, the end of the worker is noticed at the next tick
+            sources.register(os.pidfd_open(self._pid), selectors.EVENT_READ)
         while os.getppid() == self._parent:
-            ready = select.select(sources, [], [], _TICK_S)[0]
+            ready = [key.fd for key, _ in sources.select(_TICK_S)]
             if self._output_fd in ready and not self._read_output():
-                sources.remove(self._output_fd)
+                sources.unregister(self._output_fd)
             if self._control.fileno() in ready:
                 order = self._control.recv(1)
                 if order == KILL:
