@@ -191,6 +191,7 @@ async def test_streamed_replies_equal_plain_ones_in_messages_and_token_ids() -> 
                 )
             ]
             async with client.chat.completions.stream(**arguments) as stream:
+                events = [event.type async for event in stream]
                 whole = (await stream.get_final_completion()).choices[0]
         assert plain.usage == chunks[-1].usage
         assert chunks[-1].choices == []
@@ -202,6 +203,7 @@ async def test_streamed_replies_equal_plain_ones_in_messages_and_token_ids() -> 
         if plain.choices[0].message.tool_calls:
             [one], [other] = plain.choices[0].message.tool_calls, whole.message.tool_calls
             assert (one.function.name, one.function.arguments) == (other.function.name, other.function.arguments)
+            assert "tool_calls.function.arguments.done" in events
 
     for text in (LOOKUP_CALL, f"I see.\n{LOOKUP_CALL}", "no tools", ""):
         transcript = await play(agent, ScriptedModel(lambda prompt, text=text: text))

@@ -61,7 +61,7 @@ class AdaptedEnvironment:
             return Step([{"role": "user", "content": f"Error: {error}"}])
         result = await call_method(self._environment.step, action)
         if isinstance(result, tuple):
-            return to_step((self._write(result[0]), *result[1:]))
+            return to_step((self._write(result[0]), result[1] or 0.0, *result[2:]))
         return to_step((self._write(result.observation), result.reward or 0.0, result.done))
 
     async def close(self) -> None:

@@ -121,13 +121,14 @@ def write_completion(reply: Reply, model: str, name: str) -> dict[str, Any]:
 
 
 def write_events(completion: Mapping[str, Any], *, includes_usage: bool) -> str:
-    """Return a completion as server-sent events: a chunk with the whole message and, on request, one with the usage."""
+    """Return a completion as server-sent events: the whole message, its end and, on request, the usage."""
     [choice] = completion["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
         delta["tool_calls"] = [{**call, "index": index} for index, call in enumerate(delta["tool_calls"])]
     chunks: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"], "logprobs": None}]}
+        {"choices": [{"index": 0, "delta": part, "finish_reason": reason, "logprobs": None}]}
+        for part, reason in ((delta, None), ({}, choice["finish_reason"]))  # in one, the SDK misses the end of a call
     ]
     if includes_usage:
         chunks.append({"choices": [], "usage": completion["usage"]})

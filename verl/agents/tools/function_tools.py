@@ -127,7 +127,11 @@ def _describe_mistakes(name: str, error: ValidationError) -> str:
 async def call_tool(
     tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any], timeout_s: float
 ) -> ToolResult | ToolError:
-    """Run a call, whose mistakes are returned. Raise `ToolFailureError` if the call fails or exceeds the timeout."""
+    """Call a tool, and return errors that the model made.
+
+    Raises:
+        ToolFailureError: If the call fails or exceeds the timeout.
+    """
     if name not in tools:
         return ToolError(f"there is no tool {name!r}; there are: {', '.join(sorted(tools)) or 'none'}")
     try:
