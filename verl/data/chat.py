@@ -225,6 +225,8 @@ def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
         return token_ids[excess:]
     if side == "right":
         return token_ids[:limit]
+    if side != "middle":
+        raise DataError(f"{len(token_ids)} tokens are more than the limit of {limit}, and are not to be truncated")
     head = limit // 2
     return token_ids[:head] + token_ids[head + excess :]
 

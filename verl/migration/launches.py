@@ -179,7 +179,8 @@ def read_yaml(file: File) -> LaunchFile:
 def write_value(value: Any) -> str:
     """Return a value as an override that Hydra reads again."""
     if isinstance(value, str) and not re.fullmatch(r"[\w./:@+~-]+", value) and "${" not in value:
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        # Hydra reads a backslash as an escape only before a quote.
+        return "'" + re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", "\\'"), value) + "'"
     if isinstance(value, list):
         return "[" + ",".join(write_value(item) for item in value) + "]"
     return format_value(value)

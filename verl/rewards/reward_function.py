@@ -256,7 +256,8 @@ def _adapt(scorer: Scorer, label: str, kwargs: Mapping[str, Any], settings: Rewa
     except (TypeError, ValueError):  # some builtins have no signature: the first call will show
         return scorer
     parameters = _BATCH_PARAMETERS if settings.is_batched else RewardInput._fields
-    is_by_name = not settings.is_batched and "response" in signature.parameters
+    is_by_name = "response" in signature.parameters and "solution_str" not in signature.parameters
+    is_by_name = is_by_name and not settings.is_batched
     names = [name for name in _PARAMETERS if name in signature.parameters] if is_by_name else parameters
     try:
         signature.bind(**dict.fromkeys(names), **kwargs)

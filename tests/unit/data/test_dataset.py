@@ -136,6 +136,12 @@ def test_truncation_keeps_exactly_the_limit_and_the_order(side: str, limit: int)
     assert kept == sorted(kept)
 
 
+def test_what_must_not_be_truncated_is_an_error() -> None:
+    assert truncate([1, 2], 2, "error") == [1, 2]
+    with pytest.raises(DataError, match="3 tokens are more than the limit of 2"):
+        truncate([1, 2, 3], 2, "error")
+
+
 def test_overlong_prompts_are_refused_at_start_by_default(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "1" * 9}, {"prompt": "1" * 8}])
     with pytest.raises(DataError, match=r"a.jsonl, line 2: the prompt has 9 tokens.*=4, as do 1 others.*filter"):

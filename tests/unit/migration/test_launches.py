@@ -6,13 +6,16 @@ import shlex
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 
 from verl.cli import main
+from verl.config.command_line import parse_overrides
 from verl.config.load import load, load_sft
 from verl.errors import VerlError
 from verl.migration.capture import Call, Capture, restore_variables
 from verl.migration.command import Migration, migrate, render
-from verl.migration.launches import LaunchFile, find_launches
+from verl.migration.launches import LaunchFile, find_launches, write_value
 
 pytestmark = pytest.mark.unit
 
@@ -212,6 +215,17 @@ def test_values_keep_their_quotes() -> None:
     (loaded,) = load(migrate_words(words).command()[2:], complete=False)
     assert loaded.config.trainer.experiment_name == "a, b"
     assert loaded.config.data.train_files == ["x y.parquet"]
+
+
+@given(st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "S", "Zs"])))
+@example("\\d+ (x)")
+@example("it's \\' \\")
+def test_hydra_reads_a_written_value_as_it_was(value: str) -> None:
+    assume("${" not in value)
+    value = f"name {value}"  # a number would be read as one
+    problems: list[str] = []
+    [override] = parse_overrides([f"trainer.experiment_name={write_value(value)}"], problems)
+    assert (override.value(), problems) == (value, [])
 
 
 def test_the_command_reads_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

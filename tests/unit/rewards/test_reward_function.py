@@ -118,6 +118,11 @@ async def test_a_timeout_error_of_the_user_is_an_exception_like_others(tmp_path:
     assert "judge is away" in str(caught.value)
 
 
+async def test_a_parameter_response_next_to_those_of_compute_score_is_an_option(tmp_path: Path) -> None:
+    path = write(tmp_path, HEAD.replace("):", ", response=None):") + "    return float(response is None)\n")
+    assert await load_reward(path).score("sums", "12", "3") == (1.0, {})
+
+
 async def test_a_stop_iteration_is_an_exception_like_others(tmp_path: Path) -> None:
     path = write(tmp_path, f"{HEAD}    return next(iter(()))\n")
     with pytest.raises(RewardError, match="StopIteration"):
