@@ -144,5 +144,5 @@ def find_differences(adapter: AdapterFiles, source: AdapterSource) -> Iterator[s
         if value != expected:
             yield (
                 f"{key}: is {format_value(value)}, but that of the adapter in {source.path} is "
-                f"{format_value(expected)}; set {key}={format_value(expected)}, or leave it out"
+                f"{format_value(expected)}; set {key}={format_value(expected)}, or remove the setting"
             )

@@ -39,12 +39,12 @@ class RankPlan:
     indices: npt.NDArray[np.int64]  # [n] index of each sample's episode in its group
     scores: npt.NDArray[np.float64]  # [n]
     baselines: npt.NDArray[np.float64] | None  # [n] score of the greedy response, if requested
-    forward: MicroBatches  # of forward passes over all samples
+    forward: MicroBatches  # forward passes over all samples
     reference: MicroBatches  # the same, for the reference policy
-    policy: list[MicroBatches]  # of each optimizer step, in order
+    policy: list[MicroBatches]  # one per optimizer step, in order
     critic: list[MicroBatches] | None = None
     components: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # [n] each: parts of the reward
-    branches: npt.NDArray[np.float64] | None = None  # [n] of each sample's episode; None: all have one
+    branches: npt.NDArray[np.float64] | None = None  # [n] branches of the sample's episode; None: one each
 
     def __len__(self) -> int:
         return len(self.groups)

@@ -106,9 +106,8 @@ class SFTTrainer:
         times = Metrics()
         with timer(times, "step"):
             with timer(times, "data"):
-                rank_batches, metrics = await self.loader.take(
-                    version
-                )  # read, tokenized and split during the previous step
+                # The loader has read, tokenized and split these examples during the previous step.
+                rank_batches, metrics = await self.loader.take(version)
             with timer(times, "update"):
                 update = await self.model.update(rank_batches)
         whole = {

@@ -85,9 +85,9 @@ def test_all_differences_are_reported_together_each_with_its_fix(model: Path, ad
         check_files(config)
     rank, alpha, targets = [problem for problem in raised.value.problems if PEFT in problem]
     assert f"{PEFT}.lora_rank: is 16" in rank
-    assert f"set {PEFT}.lora_rank=4, or leave it out" in rank
-    assert f"set {PEFT}.lora_alpha=8, or leave it out" in alpha
-    assert f"set {PEFT}.target_modules=[q_proj,v_proj], or leave it out" in targets
+    assert f"set {PEFT}.lora_rank=4, or remove the setting" in rank
+    assert f"set {PEFT}.lora_alpha=8, or remove the setting" in alpha
+    assert f"set {PEFT}.target_modules=[q_proj,v_proj], or remove the setting" in targets
     assert any("data.train_files" in problem for problem in raised.value.problems), "with all other problems"
 
 
@@ -175,7 +175,7 @@ def test_supervised_runs_start_from_an_adapter_too(model: Path, adapter: Path) -
     assert lora is not None
     assert (lora.path, lora.rank) == (str(adapter), 4)
     [wrong] = load_sft([*settings, "model.peft.lora_alpha=99"], complete=False)
-    with pytest.raises(ConfigError, match=r"set model\.peft\.lora_alpha=8, or leave it out"):
+    with pytest.raises(ConfigError, match=r"set model\.peft\.lora_alpha=8, or remove the setting"):
         check_sft_files(wrong.config)
 
 

@@ -35,8 +35,8 @@ class EpisodeBuffer:
     A prompt is dropped if `run_group` returns None: it is too long, which streamed data shows only when it is read.
 
     Attributes:
-        metrics: Those of the last take; empty if no sample was discarded, rejected or dropped.
-        warnings: Those of the last take.
+        metrics: The metrics of the last take; empty if no sample was discarded, rejected or dropped.
+        warnings: The warnings of the last take.
     """
 
     def __init__(

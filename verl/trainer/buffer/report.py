@@ -20,7 +20,7 @@ _FIX = (
 
 
 class Take:
-    """The groups of one step: `count` are wanted; those selected so far, by what becomes of them.
+    """The groups of one step: how many are wanted (`count`), and the groups that were selected, rejected or dropped.
 
     `warn` is called while a search lasts; `metrics` and `warnings` are complete after `finish`.
     """

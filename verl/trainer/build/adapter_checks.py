@@ -128,7 +128,7 @@ def _find_target_problems(
     names = sorted({name.rpartition(".")[2] for name in modules})
     yield (
         f"{key}: {format_value(targets)} does not select the modules of the adapter in {source.path}, which are "
-        f"{list_some(names, 8, ', ')}; set {key}={value}, or leave it out"
+        f"{list_some(names, 8, ', ')}; set {key}={value}, or remove the setting"
     )
 
 

@@ -97,7 +97,7 @@ def token_logprobs(
 ) -> tuple[Tensor, ...]:
     """Return the log-probs of `targets [N]` and the entropies, both [N] float32, in chunks of `chunk` positions.
 
-    `with_squares`, also the sums over the vocabulary of squared probabilities, which have no gradient.
+    With `with_squares`, also return the sums of squared probabilities over the vocabulary, which have no gradient.
     """
     return _TokenLogprobs.apply(*layer[:3], layer, targets, temperature, chunk, kernels or PLAIN, with_squares)
 
