@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from observed_pool import ObservedPool
 from simulated_clock import Deadlock, simulate
 from simulated_engines import DEVICE, LONGEST_S, TRAINING, Process, SimulatedEngine, SimulatedModel, answer_to
 from simulated_scenario import Scenario
 
-from tests.observed_pool import ObservedPool
 from verl.cluster.monitor import Endpoint, wait_for_loss
 from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.data.samplers import PromptStream, SequentialSampler

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from observed_pool import ObservedPool
 from simulated_clock import simulate
 
 from tests.fake_rollout_engine import FakeRolloutEngine
-from tests.observed_pool import ObservedPool
 from verl.errors import EngineError, ProcessLostError
 from verl.rollout.engine import EngineView
 from verl.rollout.replica_pool import MAX_LOSSES, SPILL, Request

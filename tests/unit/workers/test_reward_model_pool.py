@@ -5,10 +5,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
+from observed_pool import list_loads
 from simulated_clock import simulate
 
 from tests.fake_reward_model import FACTORY, FakeRewardModel
-from tests.observed_pool import list_loads
 from verl.errors import EngineError, ProcessLostError, WorkerTimeoutError
 from verl.rewards.models.interface import ScoringFailure
 from verl.rewards.settings import RewardModelSettings
