@@ -86,6 +86,7 @@ class AgentEpisode:
             transcript.metrics |= {
                 "episode/turns": float(len(transcript.turns)),
                 "episode/attempts": float(attempt + 1),
+                "episode/truncated": float(transcript.is_truncated),
             }
             if transcript.failure is None:
                 break
@@ -121,10 +122,9 @@ class AgentEpisode:
             return transcript
         name = getattr(agent, "__name__", type(agent).__name__)
         try:
-            score = read_score(playing.result())
-            if transcript.turns:
+            if (score := read_score(playing.result())) is not None:
                 transcript.score = score
-            else:
+            if not transcript.turns:
                 transcript.failure = Failed("error", f"the agent {name} ended without a reply of the model")
         except ConfigError:
             raise

@@ -74,8 +74,13 @@ async def skip_scoring(prompt: Prompt, transcript: Transcript, response: str) ->
     return Scored(0.0)
 
 
-async def refuse_to_score(prompt: Prompt, transcript: Transcript, response: str) -> Failed:
-    """Fail an episode that has no score, in a run whose episodes score themselves."""
+async def refuse_to_score(prompt: Prompt, transcript: Transcript, response: str) -> Scored | Failed:
+    """Fail an episode that has no score, in a run whose episodes score themselves.
+
+    An episode that a limit ended before its agent could return a score gets 0, besides the rewards of its turns.
+    """
+    if transcript.is_truncated:
+        return Scored(0.0, {"episode/ended_unscored": 1.0})
     graded = RewardInput(prompt.data_source, response, prompt.ground_truth)
     fix = "Return a number from the agent, or set reward.custom_reward_function.path"
     return make_failure("invalid", "the agent", "returned no score, and the run has no reward", graded, fix)

@@ -99,6 +99,13 @@ def _find_reward_problems(metrics: Numbers) -> Iterator[tuple[str, str]]:
             "no signal",
             f"for {share:.0%} of the prompts all responses got the same reward: little can be learned; {remedy}",
         )
+    if "episode/ended_unscored" in metrics:
+        yield (
+            "ended unscored",
+            "episodes reached their limit of tokens, turns or time before the agent returned a score: they are "
+            "truncated and get 0; try a larger data.max_response_length, or catch the error of the limit in the agent "
+            "and return a score (OpenAI's SDK raises BadRequestError with the code context_length_exceeded)",
+        )
     mean, std = metrics.get("reward/mean"), metrics.get("reward/std")
     if mean is None or not std:
         return

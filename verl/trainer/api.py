@@ -321,7 +321,13 @@ def _run_to_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        run: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run
+    else:
+        run = _run_in_thread
+    return run(work)  # outside of the handler: the error of `get_running_loop` would begin the traceback of any other
+
+
+def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
     async def register_and_run() -> T:

@@ -8,6 +8,7 @@ from chat_bpe import bpe_tokenizer
 from listed_replies import ListedReplies
 
 from verl.agents.agent_episode import AgentEpisode
+from verl.agents.episode import refuse_to_score
 from verl.agents.transcript import Transcript
 from verl.config.schema import Config
 from verl.custom_functions import load_function
@@ -23,10 +24,10 @@ def make_prompt(example: str) -> Prompt:
     return Prompt(0, [1], "example", row["ground_truth"], row.get("extra_info", {}), raw=row["prompt"])
 
 
-async def play(prompt: Prompt, settings: Config, *replies: str) -> Transcript:
-    episode = AgentEpisode(settings, TOKENIZER)
+async def play(prompt: Prompt, settings: Config, *replies: str, max_tokens: int = 2000) -> Transcript:
+    episode, sampling = AgentEpisode(settings, TOKENIZER), SamplingParams(max_tokens=max_tokens)
     try:
-        return await episode(prompt, ListedReplies(TOKENIZER, *replies).generate, SamplingParams(max_tokens=2000))
+        return await episode(prompt, ListedReplies(TOKENIZER, *replies).generate, sampling)
     finally:
         await episode.close()
 
@@ -58,3 +59,14 @@ async def test_the_agent_asks_twice_over_the_gateway() -> None:
     assert transcript.score == 1.0
     assert len(transcript.turns) == 2
     assert len(transcript.get_leaves()) == 1
+
+
+async def test_the_agent_is_truncated_and_gets_0_if_its_tokens_are_used_up_after_the_first_reply() -> None:
+    prompt = make_prompt("unchanged_agent")
+    settings = agent_config(agent="examples/agents/unchanged_agent.py:agent")
+    transcript = await play(prompt, settings, "Let me see, step by step.", max_tokens=4)
+    assert transcript.failure is None
+    assert transcript.is_truncated
+    assert transcript.metrics["episode/truncated"] == 1.0
+    assert [turn.completion.finish_reason for turn in transcript.turns] == ["length"]
+    assert (await refuse_to_score(prompt, transcript, "")).score == 0.0

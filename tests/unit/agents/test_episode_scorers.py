@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from verl.agents.episode import score_by_function, score_by_model, weighted_sum
+from verl.agents.episode import refuse_to_score, score_by_function, score_by_model, weighted_sum
 from verl.agents.transcript import Transcript, Turn
 from verl.rewards.models.interface import ScoringFailure
 from verl.types import Completion, Failed, Prompt, Scored
@@ -86,3 +86,13 @@ async def test_a_failure_of_the_model_alone_is_a_failure() -> None:
     )
     assert isinstance(outcome, Failed)
     assert outcome.kind == "timeout"
+
+
+async def test_without_a_reward_only_episodes_that_a_limit_ended_may_lack_a_score() -> None:
+    turns = TRANSCRIPT.turns
+    assert await refuse_to_score(PROMPT, Transcript(turns, is_truncated=True), "46") == Scored(
+        0.0, {"episode/ended_unscored": 1.0}
+    )
+    outcome = await refuse_to_score(PROMPT, Transcript(turns), "46")
+    assert isinstance(outcome, Failed)
+    assert "returned no score" in outcome.message

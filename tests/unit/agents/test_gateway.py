@@ -140,6 +140,7 @@ async def test_samples_are_those_of_an_agent_that_asks_directly(agent: Any, bran
         "tools/invalid_calls": 0.0,
         "episode/turns": 3.0,
         "episode/attempts": 1.0,
+        "episode/truncated": 0.0,
     }
     assert transcript.messages is not None
     assert [message["role"] for message in transcript.messages] == ["user", *["assistant", "tool"] * 2, "assistant"]
@@ -609,6 +610,21 @@ async def test_a_reward_can_be_sent(returned: float | None, score: float) -> Non
     transcript = await play(agent, ScriptedModel(count_turns))
     assert transcript.failure is None, transcript.failure
     assert transcript.score == score
+
+
+async def test_a_reward_that_was_sent_is_kept_when_a_limit_or_the_timeout_ends_the_agent() -> None:
+    async def agent(task: Task, base_url: str, api_key: str) -> None:
+        await ask_once(task, base_url, api_key)
+        headers = {"Authorization": f"Bearer {api_key}"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            await client.post(f"{base_url}/reward", json={"reward": 0.5})
+        await ask_once(task, base_url, api_key)
+        await asyncio.sleep(60)
+
+    for settings in ({"max_turns": 1}, {"deadline_s": 2.0}):
+        transcript = await play(agent, ScriptedModel(count_turns), **settings)
+        assert transcript.is_truncated
+        assert transcript.score == 0.5
 
 
 async def fail_in_agent(task: Task, base_url: str, api_key: str) -> float:

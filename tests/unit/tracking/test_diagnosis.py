@@ -39,6 +39,7 @@ PROBLEMS = [
     ({"actor/ppo_kl": -2.0}, "actor/ppo_kl is -2", "optim.lr"),
     ({"actor/skipped_steps": 1.0, "actor/grad_norm": math.inf}, "1 optimizer step(s)", "grad_clip="),
     ({"actor/grad_norm": math.nan}, "NaN: actor/grad_norm", "grad_clip="),
+    ({"episode/ended_unscored": 1.0}, "truncated and get 0", "data.max_response_length"),
     ({"response_length/clip_ratio": 0.8}, "80% of the responses", "data.max_response_length"),
 ]
 

@@ -19,7 +19,7 @@ from verl.config.load import LoadedConfig
 from verl.data import prompts as module
 from verl.data.prompts import iter_rows, write_rows
 from verl.errors import CheckpointError, ConfigError, DataError, EngineError
-from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig, _read_result
+from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig, _read_result, _run_to_end
 from verl.trainer.train_loop import LoopSchedule
 from verl.workers import RolloutWorker, TrainerWorker
 
@@ -288,3 +288,12 @@ def test_torch_numbers_are_written_and_an_invalid_prompt_is_named(tmp_path: Path
 
 def test_the_version_is_exported() -> None:
     assert verl.__version__
+
+
+def test_an_error_of_a_run_is_raised_without_one_about_event_loops() -> None:
+    async def fail() -> None:
+        raise EngineError("the root cause")
+
+    with pytest.raises(EngineError) as raised:
+        _run_to_end(fail())
+    assert raised.value.__context__ is None

@@ -54,7 +54,7 @@ class GatewayAgents:
             self._thread.close(wait=False)
 
     async def _play(self, agent: Callable[..., Any], task: Task, model: ChatModel) -> Any:
-        """Return the score that the agent returned, or else the reward that it posted."""
+        """Return the score that the agent returned. A limit of the episode has ended the agent if it raises."""
         if self._starting is None or self._thread is None:
             self._thread, self._starting = EventLoopThread("agents"), asyncio.ensure_future(self._start())
         gateway = await asyncio.shield(self._starting)
@@ -70,7 +70,7 @@ class GatewayAgents:
                 raise session.failure
             if session.limit is not None and not model.transcript.turns:
                 raise session.limit
-            return session.reward if score is None else score
+            return score
 
     async def _start(self) -> Gateway:
         try:

@@ -121,8 +121,8 @@ class Gateway:
             reward = body.get("reward") if isinstance(body, dict) else None
             if not isinstance(reward, (int, float)) or not math.isfinite(reward):
                 raise RequestError(400, "invalid_request", 'the body has to be {"reward": a finite number}')
-            session.reward = float(reward)
-            return {"reward": session.reward}
+            session.set_reward(float(reward))
+            return {"reward": float(reward)}
 
         @app.exception_handler(RequestError)
         async def refuse(request: Request, error: RequestError) -> Response:

@@ -44,7 +44,6 @@ class Session:
     def __init__(self, model: ChatModel, name: str, base_url: str, max_invalid_calls: int) -> None:
         self.base_url, self.key = base_url, secrets.token_urlsafe(32)
         self.limit: EpisodeLimitError | None = None
-        self.reward: float | None = None
         self._model, self._name, self._max_invalid_calls = model, name, max_invalid_calls
         self._exchanges: dict[str, list[Exchange]] = {}  # request as JSON -> its exchanges
         self._failures: dict[str, Exception] = {}
@@ -68,6 +67,10 @@ class Session:
         if exchange.completion is None:
             exchange.completion = self._record(get_result(exchange.drafting), request)
         return exchange.completion
+
+    def set_reward(self, reward: float) -> None:
+        """Set the score of the episode, which a score that the agent returns replaces."""
+        self._model.transcript.score = reward
 
     def close(self) -> None:
         for exchanges in self._exchanges.values():
