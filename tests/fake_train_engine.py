@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import Totals, count_totals
-from verl.algorithms.objective import ModelOutput, ValueOutput
+from verl.algorithms.objective import ModelOutput, ValueOutput, weigh_branches
 from verl.data.flat_batch import FlatBatch
 from verl.training.engine import KLTarget, Loss, TrainEngine
 from verl.training.kernels.logprobs import LastLayer, token_logprobs, vocabulary_kl
@@ -90,7 +90,7 @@ class FakeTrainEngine(TrainEngine[Any]):
         reference: KLTarget | None = None,
         teacher: KLTarget | None = None,
     ) -> dict[str, float]:
-        parts = [count_totals(batch.mask, batch.offsets) for batch in micro_batches]
+        parts = [count_totals(batch.mask, batch.offsets, weigh_branches(batch)) for batch in micro_batches]
         totals = Totals(sum(t.tokens for t in parts), sum(t.sequences for t in parts))
         metrics: dict[str, float] = {}
         self.optimizer.zero_grad(set_to_none=False)

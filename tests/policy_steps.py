@@ -15,6 +15,7 @@ from verl.algorithms.settings import (
     AlgorithmSettings,
     Correction,
     LossOptions,
+    Rejection,
 )
 from verl.checkpoint.save import load, save
 from verl.config.batch_sizes import BatchSizes
@@ -73,7 +74,7 @@ SAMPLES = [
     sample(1, "kL", 1.0),
 ]
 CRITIC_SIZES = {"critic": BatchSizes(9, 9, None)}
-REJECTING = Correction(reject="sequence", upper=2.0, lower=0.5)
+REJECTING = Correction(reject=(Rejection("sequence", 0.5, 2.0),))
 GENERATED = 3 + 2 + 0 + 2 + 4 + 1
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -126,8 +127,10 @@ class Sample:
     those that were an input of the engine. `teacher_prompt` is the prompt in the teacher's own chat template,
     which it reads instead of the policy's. `turn_rewards` are the parts of the score that single turns earned, each
     with the position of the last token of its turn; the rest of the score belongs to the last token. An episode with
-    several `branches` is as many samples, with the same `index` in the group and the same score. `shares` are then 1 /
-    the number of branches that contain a token, and `episode_tokens` the generated tokens of all, each counted once.
+    several `branches` is as many samples. They agree in `index`, the position of the episode in its group, and in all
+    that describes the episode: score, metrics, failure, finish_reason, engines. `shares` are then 1 / the number of
+    branches that contain a token, and `turn_rewards` has at position 0 what was earned before the branch began.
+    `episode_tokens` are the generated tokens of the whole episode, each counted once; 0: those of the sample.
 
     >>> sample = Sample(
     ...     group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool), score=1.0,
@@ -159,10 +162,10 @@ class SampleHandle:
     """What the controller knows about a sample: a reference to it, and what planning needs. No arrays.
 
     `tokens` counts prompt and response, `teacher_tokens` the same in the teacher's own chat template (0 without one),
-    `prompt_tokens` those before the first generated one (0 if unknown), `generated` the generated ones; `version` is
-    the oldest weight version used.
+    `prompt_tokens` those before the first generated one (0 if unknown), `generated` the generated ones of the whole
+    episode; `version` is the oldest weight version used.
     `index` is the position of the episode within its group: (group, index) identifies an episode of a run. If it has
-    several `branches`, there are as many samples with that index.
+    several `branches`, there are as many samples with that index; `one_per_episode` selects one of them.
     `final_answer` is its vote among the responses to a validation prompt.
     """
 
@@ -182,6 +185,11 @@ class SampleHandle:
     prompt_tokens: int = 0
     engines: frozenset[int] = frozenset()
     branches: int = 1
+
+
+def one_per_episode(handles: Iterable[SampleHandle]) -> list[SampleHandle]:
+    """Return the handle of each episode's last branch, for statistics that count an episode once."""
+    return list({(each.group, each.index) if each.branches > 1 else id(each): each for each in handles}.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from ranks import free_port, run_ranks
 from tiny import save_family, tiny_qwen2
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
-from verl.algorithms.settings import AlgorithmSettings, Correction, Distillation, KlController, LossOptions
+from verl.algorithms.settings import AlgorithmSettings, Correction, Distillation, KlController, LossOptions, Rejection
 from verl.config.batch_sizes import BatchSizes
 from verl.data.plan import Planner
 from verl.training.fsdp.engine import FsdpEngine
@@ -24,7 +24,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 METHODS = {
     "ppo": AlgorithmSettings("gae", reward_kl=KlController(0.05, adaptive=True, horizon=100)),
     "grpo": AlgorithmSettings(
-        "grpo", loss_kl_coef=0.1, entropy_coeff=0.01, correction=Correction("token", reject="sequence")
+        "grpo",
+        loss_kl_coef=0.1,
+        entropy_coeff=0.01,
+        correction=Correction("token", reject=(Rejection("sequence", 0.5, 2.0),)),
     ),
     "dpo": AlgorithmSettings("grpo", loss_mode="dpo", loss_options=LossOptions(dpo_beta=0.5)),
     "kl_cov": AlgorithmSettings(

@@ -122,7 +122,7 @@ class ChatModel:
     def record(self, draft: Draft) -> Reply:
         """Make a draft the next turn of the transcript."""
         self._require_open()
-        turn = self.transcript.add(draft.context, draft.completion, draft.parent)
+        turn = self.transcript.add(draft.context, draft.completion, draft.parent, prompt_tokens=draft.prompt_tokens)
         text = self._renderer.decode(turn.completion.token_ids, turn.completion.finish_reason)
         parsed = ParsedReply(text, ()) if self._parse is None else self._parse(text, draft.schemas)
         if parsed.calls and not (draft.schemas and draft.parses_calls):

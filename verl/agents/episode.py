@@ -172,7 +172,7 @@ class EpisodeRunner:
         turn_rewards = sum(turn.reward for turn in transcript.turns)
         score, metrics = result.score + turn_rewards, transcript.metrics | result.metrics
         if overlong is not None:
-            penalty = overlong.compute(transcript.last.count_generated())
+            penalty = overlong.compute(transcript.response_length)
             score, metrics = score + penalty, metrics | {"raw_score": score, "overlong_penalty": penalty}
         teacher_prompt = _get_teacher_prompt(prompt, transcript)
         samples = transcript.to_samples(group, index, score, metrics)

@@ -5,9 +5,10 @@ Tokens that the model generated are stored as the engine returned them, never de
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,13 @@ from verl.types import Completion, Failed, Sample
 class Turn:
     """One generated reply after `context`, the tokens since `parent` that were not generated.
 
-    The context of a turn without a parent is the whole prompt. `reward` is the reward of this turn alone.
+    The context of a turn without a parent begins with the prompt of the episode, `prompt_tokens` long; what follows the
+    prompt counts as response. `reward` is the reward of this turn alone.
     """
 
     context: list[int]
     completion: Completion
+    prompt_tokens: int
     parent: Turn | None = None
     reward: float = 0.0
 
@@ -38,9 +41,10 @@ class Turn:
         """Return all tokens up to the end of this turn."""
         return [token for turn in self.path() for part in (turn.context, turn.completion.token_ids) for token in part]
 
-    def count_generated(self) -> int:
-        """Return the number of generated tokens up to the end of this turn."""
-        return sum(len(turn.completion.token_ids) for turn in self.path())
+    def count_response(self) -> int:
+        """Return the number of tokens from the prompt to the end of this turn, generated or not."""
+        tokens = sum(len(turn.context) + len(turn.completion.token_ids) for turn in self.path())
+        return tokens - self.prompt_tokens
 
 
 @dataclass
@@ -59,9 +63,18 @@ class Transcript:
     metrics: dict[str, float] = field(default_factory=dict)
     messages: list[dict[str, Any]] | None = None
 
-    def add(self, context: Sequence[int], completion: Completion, parent: Turn | None = None) -> Turn:
-        """Add a turn that continues `parent`, or starts with the whole prompt."""
-        turn = Turn(list(context), completion, parent)
+    def add(
+        self,
+        context: Sequence[int],
+        completion: Completion,
+        parent: Turn | None = None,
+        *,
+        prompt_tokens: int | None = None,
+    ) -> Turn:
+        """Add a turn that continues `parent`, or starts with the prompt: the whole context by default."""
+        if prompt_tokens is None:
+            prompt_tokens = len(context) if parent is None else parent.prompt_tokens
+        turn = Turn(list(context), completion, prompt_tokens, parent)
         self.turns.append(turn)
         return turn
 
@@ -81,49 +94,78 @@ class Transcript:
 
     @property
     def finish_reason(self) -> str:
-        return "length" if self.is_truncated else self.last.completion.finish_reason
+        """Whether a limit ended the episode or the last reply of any branch ("length"), or not ("stop")."""
+        reasons = [leaf.completion.finish_reason for leaf in self.get_leaves()]
+        return "length" if self.is_truncated or "length" in reasons else reasons[-1]
+
+    def count_generated(self) -> int:
+        """Return the number of tokens that the model generated in all turns."""
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens that the longest branch uses of the budget for a response."""
+        return max(leaf.count_response() for leaf in self.get_leaves())
 
     def to_samples(self, group: int, index: int, score: float, metrics: dict[str, float]) -> list[Sample]:
-        """Return one sample for each branch. All have the score of the episode."""
+        """Return one sample for each branch."""
         leaves = self.get_leaves()
-        samples = [self._to_sample(leaf, group, index, score, metrics) for leaf in leaves]
-        if len(leaves) == 1:
-            return samples
+        episode = partial(
+            Sample,
+            group=group,
+            index=index,
+            score=score,
+            metrics=metrics,
+            finish_reason=self.finish_reason,
+            engines=frozenset(turn.completion.engine for turn in self.turns),
+            branches=len(leaves),
+            episode_tokens=self.count_generated(),
+        )
         uses = Counter(id(turn) for leaf in leaves for turn in leaf.path())
-        total = sum(len(turn.completion.token_ids) for turn in self.turns)
+        shares = [_share_turns(leaf, uses) if len(leaves) > 1 else None for leaf in leaves]
         return [
-            replace(sample, branches=len(leaves), shares=_share_turns(leaf, uses), episode_tokens=total)
-            for leaf, sample in zip(leaves, samples, strict=True)
+            episode(**_lay_turns(leaf), turn_rewards=self._place_rewards(leaf), shares=share)
+            for leaf, share in zip(leaves, shares, strict=True)
         ]
 
-    def _to_sample(self, leaf: Turn, group: int, index: int, score: float, metrics: dict[str, float]) -> Sample:
-        path = leaf.path()
-        lengths = [count for turn in path for count in (len(turn.context), len(turn.completion.token_ids))]
-        mask = np.repeat([False, True] * len(path), lengths)
-        logprobs, versions = np.zeros(len(mask), np.float32), np.full(len(mask), -1, np.int32)
-        logprobs[mask] = np.concatenate([turn.completion.logprobs for turn in path])
-        versions[mask] = np.concatenate([turn.completion.versions for turn in path])
-        experts: npt.NDArray[np.integer] | None = None
-        for turn in path:
-            if (routed := turn.completion.routed_experts) is not None:
-                known = routed[:0] if experts is None else experts
-                # Tokens of earlier turns keep the experts that they were generated with.
-                experts = np.concatenate([known, routed[len(known) :]])
-        ends = np.cumsum(lengths)[1::2].tolist()
-        return Sample(
-            group=group,
-            tokens=np.array(leaf.get_tokens(), np.int32),
-            mask=mask,
-            logprobs=logprobs,
-            versions=versions,
-            score=score,
-            finish_reason=self.finish_reason if leaf is self.last else leaf.completion.finish_reason,
-            metrics=metrics,
-            routed_experts=experts,
-            engines=frozenset(turn.completion.engine for turn in path),
-            turn_rewards=tuple((end - 1, turn.reward) for end, turn in zip(ends, path, strict=True) if turn.reward),
-            index=index,
-        )
+    def _place_rewards(self, leaf: Turn) -> tuple[tuple[int, float], ...]:
+        """Return the rewards of turns and their positions in the branch that ends with `leaf`.
+
+        A reward is at the end of the last turn of the branch that ended before it was earned, so that it is credited
+        only to what led to it; at position 0, in the prompt, if it was earned before the branch began.
+        """
+        path = {id(turn) for turn in leaf.path()}
+        rewards = defaultdict[int, float](float)
+        end = position = 0
+        for turn in self.turns:
+            if id(turn) in path:
+                end += len(turn.context) + len(turn.completion.token_ids)
+                position = end - 1
+            rewards[position] += turn.reward
+        return tuple((position, reward) for position, reward in rewards.items() if reward)
+
+
+def _lay_turns(leaf: Turn) -> dict[str, Any]:
+    """Return the arrays of a sample for the branch that ends with `leaf`."""
+    path = leaf.path()
+    lengths = [count for turn in path for count in (len(turn.context), len(turn.completion.token_ids))]
+    mask = np.repeat([False, True] * len(path), lengths)
+    logprobs, versions = np.zeros(len(mask), np.float32), np.full(len(mask), -1, np.int32)
+    logprobs[mask] = np.concatenate([turn.completion.logprobs for turn in path])
+    versions[mask] = np.concatenate([turn.completion.versions for turn in path])
+    experts: npt.NDArray[np.integer] | None = None
+    for turn in path:
+        if (routed := turn.completion.routed_experts) is not None:
+            known = routed[:0] if experts is None else experts
+            # Tokens of earlier turns keep the experts that they were generated with.
+            experts = np.concatenate([known, routed[len(known) :]])
+    return {
+        "tokens": np.array(leaf.get_tokens(), np.int32),
+        "mask": mask,
+        "logprobs": logprobs,
+        "versions": versions,
+        "routed_experts": experts,
+    }
 
 
 def _share_turns(leaf: Turn, uses: Mapping[int, int]) -> npt.NDArray[np.float32]:

@@ -22,8 +22,9 @@ EPS = 1e-6
 class AdvantageInputs:
     """The responses of a step: B sequences of T tokens on this rank, and access to the other ranks.
 
-    `per_group` and `total` work over all ranks, so that an estimator is written as if there were only one. An episode
-    may consist of several branches, each a sequence: statistics count every episode once.
+    `per_group`, `sum_episodes` and `total` work over all ranks, so that an estimator is written as if there were only
+    one. An episode may consist of several branches, each a sequence, on any rank: it counts once in every statistic,
+    and so does a token that several branches contain.
     """
 
     scores: Tensor  # [B] float64, after any KL penalty
@@ -48,8 +49,7 @@ class AdvantageInputs:
     @property
     def lengths(self) -> Tensor:
         """[B]: generated tokens per sequence; over the branches of an episode, their mean is its length."""
-        lengths = segment_sum(self.token_weights, self.offsets)
-        return lengths if self.branches is None else lengths * self.branches
+        return self.sum_sequences(torch.ones_like(self.rewards))
 
     @property
     def episode_shares(self) -> Tensor:
@@ -81,23 +81,47 @@ class AdvantageInputs:
             result[order] = torch.cat([formula(*part.unbind(1)) for part in parts])
         return (result if branch is None else result[branch])[rows[:, 0] == self.rank]
 
+    def sum_sequences(self, values: Tensor) -> Tensor:
+        """Return the sum over the generated tokens of each sequence: [T] -> [B].
+
+        Over the branches of an episode, the mean of these sums is the sum of the episode.
+        """
+        sums = segment_sum(values.double() * self.token_weights, self.offsets)
+        return sums if self.branches is None else sums * self.branches
+
+    def sum_episodes(self, values: Tensor) -> Tensor:
+        """Return, for each sequence, the sum over the generated tokens of its whole episode: [T] -> [B]."""
+        sums = self.sum_sequences(values)
+        return sums if self.branches is None else self.per_group(lambda episodes: episodes, sums)
+
+    def average_episodes(self, values: Tensor) -> Tensor:
+        """Return, for each token, the mean over the generated tokens of its episode: [T] -> [T]."""
+        counts = self.sum_episodes(torch.ones_like(values)).clamp(min=1.0)
+        return (self.sum_episodes(values) / counts)[segment_ids(self.offsets)].to(values.dtype)
+
+    def token_mean(self, values: Tensor) -> float:
+        """Return the mean over all generated tokens."""
+        total, tokens = self.total(values * self.token_weights, self.token_weights)
+        return total / max(tokens, 1.0)
+
     def total(self, *values: Tensor) -> list[float]:
         """Return the sum of all elements of each tensor, over all ranks."""
         sums = torch.stack([value.double().sum() for value in values])
         return self.gather(sums[None]).sum(0).tolist()
 
-    def describe(self, values: Tensor) -> dict[str, float]:
-        """Return mean, std, min and max of all elements, over all ranks; empty if there are none."""
-        if not (count := self.total(torch.ones_like(values))[0]):
+    def describe(self, values: Tensor, weights: Tensor) -> dict[str, float]:
+        """Return weighted mean and std, min and max of all elements, over all ranks; empty if there are none."""
+        count, total = self.total(weights, values * weights)
+        if not count:
             return {}
-        mean = self.total(values)[0] / count
-        (squares,) = self.total((values - mean).square())
+        mean = total / count
+        (squares,) = self.total(weights * (values - mean).square())
         extremes = torch.stack([-values.max(), values.min()]) if len(values) else values.new_full((2,), torch.inf)
         highest, lowest = self.gather(extremes.double()[None]).amin(0).tolist()
         return {"mean": mean, "std": (squares / count) ** 0.5, "min": lowest, "max": -highest}
 
-    def select(self, indices: Tensor, mask: Tensor, offsets: Tensor) -> AdvantageInputs:
-        """Return the sequences at `indices`, with new mask and offsets, and only their scores."""
+    def select(self, indices: Tensor, mask: Tensor, offsets: Tensor, shares: Tensor | None) -> AdvantageInputs:
+        """Return the sequences at `indices`, with the mask, offsets and shares of their tokens, and their scores."""
         return AdvantageInputs(
             scores=self.scores[indices],
             groups=self.groups[indices],
@@ -106,6 +130,7 @@ class AdvantageInputs:
             rewards=torch.zeros(len(mask), dtype=self.rewards.dtype),
             episodes=None if self.episodes is None else self.episodes[indices],
             branches=None if self.branches is None else self.branches[indices],
+            token_shares=None if shares is None else shares.double(),
             options=self.options,
             rank=self.rank,
             gather=self.gather,
@@ -245,14 +270,14 @@ def prime(x: AdvantageInputs) -> Tensor:
     if x.process is None:
         raise ValueError("prime: the samples have no process rewards; a process reward model must have seen them")
 
-    def mean_of_others(means: Tensor) -> Tensor:
+    def mean_of_others(sums: Tensor, lengths: Tensor) -> Tensor:
+        means = sums / lengths.clamp(min=1)
         return (means.sum() - means) / max(len(means) - 1, 1)
 
     sums = return_to_go(x.process, x.mask, x.offsets, 1.0).abs()
     largest = x.gather(torch.cat([sums, sums.new_zeros(1)]).max()[None, None]).max()
     process = x.process / (largest + EPS)
-    means = segment_sum(process * x.mask, x.offsets) / x.lengths.clamp(min=1)
-    gains = process - x.per_token(x.per_group(mean_of_others, means))
+    gains = process - x.per_token(x.per_group(mean_of_others, x.sum_sequences(process), x.lengths))
     returns = return_to_go(gains, x.mask, x.offsets, x.options.gamma)
     return whiten(x.options.outcome_coef * rloo(x) + x.options.process_coef * returns, x)
 
@@ -308,8 +333,9 @@ def whiten(values: Tensor, x: AdvantageInputs) -> Tensor:
 def explained_variance(x: AdvantageInputs, returns: Tensor) -> float:
     """1 - var(R - V) / var(R) over all generated tokens: 1 for a perfect critic, 0 for a constant one."""
     assert x.values is not None
-    error = (returns - x.values) * x.mask
-    count, r, rr, e, ee = x.total(x.mask, returns * x.mask, (returns * x.mask).square(), error, error.square())
+    weights, error = x.token_weights, returns - x.values
+    parts = (torch.ones_like(error), returns, returns.square(), error, error.square())
+    count, r, rr, e, ee = x.total(*(part * weights for part in parts))
     count = max(count, 1.0)
     variance = rr / count - (r / count) ** 2
     return 1.0 - (ee / count - (e / count) ** 2) / variance if variance > 1e-12 else 0.0
@@ -375,7 +401,9 @@ def _merge_branches(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tenso
     keys [N, 2] (group, episode), values [N, k] -> [E], [E, k], [N]; episodes are in the order of their first branch.
     """
     unique, branch, counts = torch.unique(keys, dim=0, return_inverse=True, return_counts=True)
-    means = values.new_zeros(len(unique), values.shape[1]).index_add(0, branch, values) / counts[:, None]
+    base = values.new_zeros(len(unique), values.shape[1])
+    base[branch] = values  # any branch: the mean of equal scores must be that score exactly, or ties would break
+    means = base + torch.zeros_like(base).index_add(0, branch, values - base[branch]) / counts[:, None]
     return unique[:, 0], means, branch
 
 

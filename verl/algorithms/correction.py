@@ -5,89 +5,99 @@ D = lp_old - lp_roll, clamped to +-20: the trainer's log-prob of a token minus t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import segment_ids, segment_sum
-from verl.algorithms.settings import Correction
+from verl.algorithms.advantages import AdvantageInputs
+from verl.algorithms.aggregate import segment_ids
+from verl.algorithms.settings import Correction, Rejection
 
-Gather = Callable[[Tensor], Tensor]
 MAX_LOG_RATIO = 20.0
 
 
-def importance_weights(
-    old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, c: Correction, gather: Gather
-) -> Tensor:
+def importance_weights(x: AdvantageInputs, old: Tensor, rollout: Tensor, c: Correction) -> Tensor:
     """Return min(exp(D), threshold) per token or min(exp(sum D), threshold) per sequence: [T], detached.
 
     With `icepop` the weight is exp(D) of the token, or 0 if that is outside [threshold_lower, threshold]. With
     `c.normalize` they are divided by their mean over the generated tokens, or the sequences, of all ranks.
     """
+    gap = log_gap(x, old, rollout)
+    if c.weigh == "sequence":
+        gap = _per_token(x, x.sum_episodes(gap)).to(gap.dtype)
+    weights = gap.exp()
     if c.weigh == "icepop":
-        weights = _statistic(old, rollout, mask, offsets, "token")
-        weights = weights * ((weights >= c.threshold_lower) & (weights <= c.threshold)) * mask
-    else:
-        weights = _statistic(old, rollout, mask, offsets, c.weigh or "token").clamp(max=c.threshold) * mask
+        weights = weights * ((weights >= c.threshold_lower) & (weights <= c.threshold))
+    weights = weights.clamp(max=c.threshold) * x.mask
     if c.normalize:
-        shares = mask.double()
+        shares = x.token_weights
         if c.weigh == "sequence":
-            shares = shares / segment_sum(shares, offsets).clamp(min=1.0)[segment_ids(offsets)]
-        total, count = gather(torch.stack([(weights * shares).sum(), shares.sum()])[None]).sum(0).tolist()
+            shares = shares / _per_token(x, x.sum_episodes(torch.ones_like(gap)).clamp(min=1.0))
+        total, count = x.total(weights * shares, shares)
         weights = weights / (total / count) if total else weights
     return weights
 
 
-def rejection_mask(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, c: Correction) -> Tensor:
-    """Return the mask without the tokens or sequences whose statistic is outside [lower, upper]: [T].
+def rejection_mask(x: AdvantageInputs, old: Tensor, rollout: Tensor, criteria: Iterable[Rejection]) -> Tensor:
+    """Return the mask without the tokens and sequences that any of the criteria rejects: [T].
 
-    The estimates k2 and k3 of the KL are at least 0, and have only an upper bound.
+    Each looks at all generated tokens, including those that another one rejects.
     """
-    name = c.reject or "token"
-    statistic = _statistic(old, rollout, mask, offsets, name)
-    is_low = torch.zeros_like(mask) if is_kl_estimate(name) else statistic < c.lower
-    return mask & ~is_low & (statistic <= c.upper)
+    gap, mask = log_gap(x, old, rollout), x.mask
+    for criterion in criteria:
+        mask = mask & ~_is_rejected(x, gap, criterion)
+    return mask
 
 
-def is_kl_estimate(reject: str) -> bool:
-    """Whether a kind of rejection compares estimates of the KL, not ratios."""
-    return reject.endswith(("_k2", "_k3"))
+def log_gap(x: AdvantageInputs, old: Tensor, rollout: Tensor) -> Tensor:
+    """Return D of each generated token, 0 elsewhere: [T]."""
+    return torch.where(x.mask, (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0).detach()
 
 
-def _statistic(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, name: str) -> Tensor:
-    """Return a statistic of D for each token: [T].
+def _is_rejected(x: AdvantageInputs, gap: Tensor, criterion: Rejection) -> Tensor:
+    """Return which tokens have a statistic of D outside [lower, upper]: [T] bool.
 
     - `token`, `sequence`, `geometric`: exp(D), exp(sum D), exp(mean D)
     - `token_k2`, `token_k3`: D^2 / 2, exp(D) - 1 - D
     - `seq_mean_k2`, `seq_max_k2`, `seq_mean_k3`, `seq_max_k3`: their mean or maximum over the sequence
     """
-    gap = torch.where(mask, (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0).detach()
-    ids, counts = segment_ids(offsets), segment_sum(mask.to(gap.dtype), offsets).clamp(min=1.0)
+    name = criterion.kind
     if name == "token":
-        return gap.exp()
-    if name in ("sequence", "geometric"):
-        sums = segment_sum(gap, offsets)
-        return (sums / counts if name == "geometric" else sums)[ids].exp()
-    estimates = gap.square() / 2 if name.endswith("k2") else gap.exp() - 1 - gap
-    if name.startswith("token"):
-        return estimates
-    if "max" in name:
-        return estimates.new_zeros(len(counts)).scatter_reduce(0, ids, estimates, "amax")[ids]
-    return (segment_sum(estimates, offsets) / counts)[ids]
+        statistic = gap.exp()
+    elif name in ("sequence", "geometric"):
+        sums = x.sum_episodes(gap) if name == "sequence" else _mean(x, gap)
+        statistic = _per_token(x, sums.exp())
+    else:
+        statistic = gap.square() / 2 if name.endswith("k2") else gap.exp() - 1 - gap
+        if name.startswith("seq_mean"):
+            statistic = _per_token(x, _mean(x, statistic))
+    is_outside = (statistic < criterion.lower) | (statistic > criterion.upper)
+    return _per_token(x, x.sum_episodes(is_outside) > 0) if name.startswith("seq_max") else is_outside
 
 
-def mismatch_moments(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+def _mean(x: AdvantageInputs, values: Tensor) -> Tensor:
+    """Return the mean over the generated tokens of each sequence's episode: [T] -> [B]."""
+    return x.sum_episodes(values) / x.sum_episodes(torch.ones_like(values)).clamp(min=1.0)
+
+
+def _per_token(x: AdvantageInputs, values: Tensor) -> Tensor:
+    """Return the value of each token's sequence: [B] -> [T]."""
+    return values[segment_ids(x.offsets)]
+
+
+def mismatch_moments(x: AdvantageInputs, old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
     """Return one rank's sums and maxima over its generated tokens [11], from which all metrics are computed.
 
     p and q are the probabilities of the sampled tokens under trainer and engine, D = log p - log q (clamped).
     """
-    lp, lq = old_logprobs[mask].double(), rollout_logprobs[mask].double()
+    lp, lq, shares = (each[x.mask].double() for each in (old_logprobs, rollout_logprobs, x.token_weights))
     p, q, weight = lp.exp(), lq.exp(), (lp - lq).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     gap, log_gap = (p - q).abs(), (lp - lq).abs()
     zero = p.new_zeros(1)
     sums = [torch.ones_like(p), gap, p, q, p * p, q * q, p * q, weight, weight * weight]
-    return torch.stack([*(s.sum() for s in sums), torch.cat([zero, gap]).max(), torch.cat([zero, log_gap]).max()])
+    maxima = (torch.cat([zero, each]).max() for each in (gap, log_gap))
+    return torch.stack([*((each * shares).sum() for each in sums), *maxima])
 
 
 def mismatch_metrics(moments: Tensor) -> dict[str, float]:

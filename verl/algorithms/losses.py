@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import segment_ids, segment_sum
+from verl.algorithms.aggregate import BranchWeights, segment_ids, segment_sum
 from verl.algorithms.settings import Distillation, LossOptions
 
 MAX_LOG_RATIO = 20.0
@@ -32,6 +32,8 @@ class LossInputs:
     offsets: Tensor
     ref_logprobs: Tensor | None = None
     selected: Tensor | None = None  # bool: tokens that the prepass over the mini-batch has selected
+    branches: BranchWeights | None = None  # None: every sequence is an episode
+    episode_log_ratio: Tensor | None = None  # the result of `mean_log_ratio`, if episodes have several branches
 
     @property
     def ratio(self) -> Tensor:
@@ -46,6 +48,18 @@ class LossInputs:
     def sequence_sum(self, values: Tensor) -> Tensor:
         """Return the sum over the generated tokens of each token's sequence: [T] -> [T]."""
         return segment_sum(torch.where(self.mask, values, 0.0), self.offsets)[segment_ids(self.offsets)]
+
+    @property
+    def episode_tokens(self) -> Tensor:
+        """[T]: generated tokens of the whole episode."""
+        return self.sequence_sum(torch.ones_like(self.logprobs)) if self.branches is None else self.branches.tokens
+
+    def mean_log_ratio(self, log_ratio: Tensor) -> Tensor:
+        """Return the mean of a log-ratio over the generated tokens of each token's episode: [T] -> [T], detached.
+
+        The other branches of an episode may be on other ranks: their mean comes from the prepass.
+        """
+        return self.sequence_mean(log_ratio).detach() if self.episode_log_ratio is None else self.episode_log_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +85,7 @@ def vanilla(x: LossInputs, o: LossOptions) -> PolicyLoss:
 
 def gspo(x: LossInputs, o: LossOptions) -> PolicyLoss:
     """PPO's clip on the ratio of whole sequences, exp(mean d); per token exp(sg[mean d] + lp - sg[lp])."""
-    log_ratio = x.sequence_mean(x.logprobs - x.old_logprobs).detach() + x.logprobs - x.logprobs.detach()
+    log_ratio = x.mean_log_ratio(x.logprobs - x.old_logprobs) + x.logprobs - x.logprobs.detach()
     return _clip(log_ratio.clamp(max=MAX_SEQUENCE_LOG_RATIO).exp(), x.advantages, o)
 
 
@@ -89,13 +103,22 @@ def sapo(x: LossInputs, o: LossOptions) -> PolicyLoss:
 
 
 def geo_mean(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """GMPO: -A * exp(mean d) per sequence, d clipped to [-low, high] on the side that the advantage pushes to."""
-    log_ratio, advantage = x.logprobs - x.old_logprobs, x.sequence_mean(x.advantages)
-    sign = advantage.sign()
-    clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-o.clip_low, o.clip_high))
+    """GMPO: -A * exp(mean d) per sequence, d clipped to [-low, high] on the side that the advantage pushes to.
+
+    Per token -A * exp(sg[mean d]) * (1 + d - sg[d]), whose mean over the sequence has the same value and gradient.
+    """
+    log_ratio, clipped = x.logprobs - x.old_logprobs, clip_log_ratio(x, o)
     is_clipped = (clipped != log_ratio) & (x.advantages != 0)
-    ratio = x.sequence_mean(clipped).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return PolicyLoss(-advantage * ratio, is_clipped & (log_ratio > 0), is_clipped & (log_ratio < 0))
+    mean = x.mean_log_ratio(clipped)
+    slope = torch.where(mean.abs() <= MAX_LOG_RATIO, clipped - clipped.detach(), 0.0)
+    loss = -x.sequence_mean(x.advantages) * mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * (1.0 + slope)
+    return PolicyLoss(loss, is_clipped & (log_ratio > 0), is_clipped & (log_ratio < 0))
+
+
+def clip_log_ratio(x: LossInputs, o: LossOptions) -> Tensor:
+    """Return d, clipped to [-low, high] on the side that the mean advantage of its sequence pushes to: [T]."""
+    log_ratio, sign = x.logprobs - x.old_logprobs, x.sequence_mean(x.advantages).sign()
+    return sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-o.clip_low, o.clip_high))
 
 
 def gpg(x: LossInputs, o: LossOptions) -> PolicyLoss:
@@ -116,16 +139,21 @@ def kl_cov(x: LossInputs, o: LossOptions) -> PolicyLoss:
 
 
 def dpo(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """-2 * A * sum(lp) per response, with the gradient of -log sigmoid(margin), averaged over pairs.
+    """-2 * A * n * lp, n tokens per response, with the gradient of -log sigmoid(margin), averaged over pairs.
 
     The prepass sets A = +-beta * sigmoid(-margin) for the better and the worse response of a pair.
     """
-    return PolicyLoss(-2.0 * x.advantages * x.sequence_sum(x.logprobs))
+    return PolicyLoss(-2.0 * x.advantages * x.episode_tokens * x.logprobs)
 
 
 def sppo(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """(sum d - eta * A)^2 per sequence, A being the win rate of the response in its group minus 1/2."""
-    return PolicyLoss((x.sequence_sum(x.logprobs - x.old_logprobs) - o.sppo_eta * x.advantages).square())
+    """(sum d - eta * A)^2 per sequence, A being the win rate of the response in its group minus 1/2.
+
+    With e = sg[sum d] - eta * A, per token e^2 + 2 * e * n * (lp - sg[lp]): the mean has the same value and gradient.
+    """
+    tokens = x.episode_tokens
+    error = tokens * x.mean_log_ratio(x.logprobs - x.old_logprobs) - o.sppo_eta * x.advantages
+    return PolicyLoss(error.square() + 2.0 * error * tokens * (x.logprobs - x.logprobs.detach()))
 
 
 LOSSES: dict[str, LossFunction] = {

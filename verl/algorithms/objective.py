@@ -6,6 +6,7 @@ a worker. It uses only the attributes of `Batch` below.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -69,6 +70,7 @@ class Batch(Protocol):
     selected: Tensor | None
     shares: Tensor | None
     episode_tokens: Tensor | None
+    episode_log_ratio: Tensor | None
 
 
 def weigh_branches(batch: Batch) -> BranchWeights | None:
@@ -132,10 +134,10 @@ class PolicyObjective:
         return loss, metrics
 
     def _weights(self, inputs: LossInputs, weights: Tensor | None) -> Tensor | float:
-        """Return the importance weight of each token; a loss with one ratio per sequence takes their geometric mean."""
+        """Return the importance weight of each token; a loss of whole sequences takes their mean."""
         if weights is None:
             return 1.0
-        return inputs.sequence_mean(weights.log()).exp() if self.algorithm.loss_mode == "geo_mean" else weights
+        return average_weights(weights, self.algorithm.loss_mode, inputs.sequence_mean)
 
     def _kl(self, output: ModelOutput, batch: Batch) -> Tensor:
         kind = self.algorithm.loss_kl_type
@@ -159,7 +161,19 @@ def make_loss_inputs(logprobs: Tensor, batch: Batch) -> LossInputs:
         batch.offsets,
         batch.ref_logprobs,
         batch.selected,
+        weigh_branches(batch),
+        batch.episode_log_ratio,
     )
+
+
+def average_weights(weights: Tensor, loss_mode: str, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return importance weights [T] as a loss uses them; `mean` averages over sequences: [T] -> [T].
+
+    A loss with one ratio per sequence takes their geometric mean, one with an error per sequence their mean.
+    """
+    if loss_mode == "geo_mean":
+        return mean(weights.log()).exp()
+    return mean(weights) if loss_mode in ("dpo", "sppo") else weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +198,18 @@ class ValueObjective:
 class OutcomeObjective:
     """PRIME's reward model: beta * sum(lp - lp_ref) of a response is the logit of its being correct.
 
-    Binary cross-entropy with the outcome (0 to 1), stored in `returns` on every token; averaged over responses.
+    Binary cross-entropy with the outcome (0 to 1), which is the advantage of every token; averaged over responses. Per
+    token sg[loss] + (sigmoid(logit) - outcome) * beta * n * (lp - sg[lp]): the mean has the same value and gradient.
     """
 
     beta: float
 
     def __call__(self, output: ModelOutput, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        ref, outcome = _require(batch.ref_logprobs, "ref_logprobs"), _require(batch.returns, "returns")
-        inputs = LossInputs(output.logprobs, ref, outcome, batch.mask, batch.offsets)
-        logits = self.beta * inputs.sequence_sum(output.logprobs - ref)
+        x = make_loss_inputs(output.logprobs, batch)  # the old log-probs are those of the reference
+        scale, outcome = self.beta * x.episode_tokens, x.advantages
+        logits = scale * x.mean_log_ratio(x.logprobs - x.old_logprobs)
         losses = binary_cross_entropy_with_logits(logits, outcome, reduction="none")
+        losses = losses + (logits.sigmoid() - outcome) * scale * (x.logprobs - x.logprobs.detach())
         is_correct = ((logits > 0) == (outcome > 0.5)).to(losses.dtype)
         loss, accuracy = (
             compute_share(values, batch, totals, "seq-mean-token-mean") for values in (losses, is_correct)

@@ -1,6 +1,7 @@
 """Prepass: what a loss must know about the whole mini-batch before the first micro-batch is trained on.
 
-Some losses compare a token with all others, or a response with one on another rank. A prepass takes the current
+Some losses compare a token with all others, or a response with one on another rank; or they need the ratio of a whole
+episode, whose branches may be on several ranks. A prepass takes the current
 log-probs of all tokens, over all ranks, and stores its result in fields of the batch. The update then handles every
 token separately, and its gradient does not depend on how the mini-batch is split.
 """
@@ -16,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from verl.algorithms.advantages import AdvantageInputs
 from verl.algorithms.aggregate import segment_sum
-from verl.algorithms.losses import LossInputs, LossOptions
+from verl.algorithms.losses import LossInputs, LossOptions, clip_log_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ def token_noise(*identity: Tensor) -> Tensor:
 
 def covariance(x: LossInputs, samples: AdvantageInputs) -> Tensor:
     """(A - mean A) * (lp - mean lp), with means over all generated tokens of the mini-batch: [T]."""
-    count, advantages, logprobs = samples.total(x.mask, x.advantages * x.mask, x.logprobs * x.mask)
+    weights = samples.token_weights
+    count, advantages, logprobs = samples.total(weights, x.advantages * weights, x.logprobs * weights)
     count = max(count, 1.0)
     return (x.advantages - advantages / count) * (x.logprobs - logprobs / count) * x.mask
 
@@ -63,19 +65,18 @@ def prepass_clip_cov(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: 
     above, below = ratio > 1.0 + o.clip_high, ratio < 1.0 - o.clip_low
     is_clipped = ((x.advantages > 0) & above) | ((x.advantages < 0) & below)
     eligible = x.mask & (cov > o.clip_cov_lb) & (cov < o.clip_cov_ub) & ~is_clipped
-    tokens, candidates = samples.total(x.mask, eligible)
+    tokens, candidates = samples.total(samples.token_weights, samples.token_weights * eligible)
     return _select(eligible & (noise < o.clip_cov_ratio * tokens / max(candidates, 1.0)), samples)
 
 
 def prepass_kl_cov(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: LossOptions) -> PrepassResult:
     """Choose the `kl_cov_ratio` of all tokens with the largest covariance, at least one; noise breaks ties."""
-    key = -covariance(x, samples).double()
-    (tokens,) = samples.total(x.mask)
-    count = max(1, int(o.kl_cov_ratio * tokens))
-    first = _sort(samples.gather(_sort(torch.stack([key, noise], 1)[x.mask])[:count]))[:count]
+    key, weights = -covariance(x, samples).double(), samples.token_weights
+    count = max(1, int(o.kl_cov_ratio * samples.total(weights)[0]))
+    first = _take_first(samples.gather(_take_first(torch.stack([key, noise, weights], 1)[x.mask], count)), count)
     if not len(first):
         return _select(torch.zeros_like(x.mask), samples)
-    last_key, last_noise = first[-1]
+    last_key, last_noise, _ = first[-1]
     return _select(x.mask & ((key < last_key) | ((key == last_key) & (noise <= last_noise))), samples)
 
 
@@ -104,7 +105,7 @@ def prepass_dpo(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: LossO
     """
     if x.ref_logprobs is None:
         raise ValueError("dpo: the batch has no ref_logprobs; compute them with a reference model")
-    shift = segment_sum((x.logprobs - x.ref_logprobs).double() * x.mask, x.offsets)
+    shift = samples.sum_sequences(x.logprobs - x.ref_logprobs)
 
     def match(scores: Tensor, noises: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         generated = lengths.nonzero().squeeze(-1)
@@ -122,14 +123,14 @@ def prepass_dpo(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: LossO
 
     columns = samples.scores, segment_sum(noise, x.offsets), samples.lengths
     sign, margin = samples.per_group(signs, *columns), samples.per_group(margins, *columns, shift)
-    paired = sign != 0
+    paired = (sign != 0) * samples.episode_shares
     correct = (0.5 + 0.5 * margin.sign()) * paired  # a margin of 0 counts half
     count, loss, accuracy, total = samples.total(paired, -logsigmoid(margin) * paired, correct, margin * paired)
     divisor = max(count, 1.0)
     return PrepassResult(
         {
             "advantages": samples.per_token(sign * o.dpo_beta * torch.sigmoid(-margin)).to(x.logprobs.dtype),
-            "mask": samples.per_token(paired.double()) > 0,
+            "mask": samples.per_token(paired) > 0,
         },
         {
             "actor/dpo_loss": loss / divisor,
@@ -140,16 +141,33 @@ def prepass_dpo(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: LossO
     )
 
 
+def prepass_log_ratio(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: LossOptions) -> PrepassResult:
+    """Average d over whole episodes."""
+    return PrepassResult({"episode_log_ratio": samples.average_episodes(x.logprobs - x.old_logprobs)}, {})
+
+
+def prepass_clipped_log_ratio(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: LossOptions) -> PrepassResult:
+    """Average the clipped d of `geo_mean` over whole episodes."""
+    return PrepassResult({"episode_log_ratio": samples.average_episodes(clip_log_ratio(x, o))}, {})
+
+
 PREPASSES: dict[str, Prepass] = {"clip_cov": prepass_clip_cov, "kl_cov": prepass_kl_cov, "dpo": prepass_dpo}
 """`loss_mode` -> prepass, for the losses that need one."""
 
+BRANCH_PREPASSES: dict[str, Prepass] = {
+    "gspo": prepass_log_ratio,
+    "sppo": prepass_log_ratio,
+    "geo_mean": prepass_clipped_log_ratio,
+}
+"""`loss_mode` -> prepass, for the losses that need one if episodes have several branches."""
 
-def _sort(rows: Tensor) -> Tensor:
-    """Sort rows by their first column, then by their second: [n, 2] -> [n, 2]."""
+
+def _take_first(rows: Tensor, count: int) -> Tensor:
+    """Return the first rows by key, then by noise, whose weights add up to `count`: (key, noise, weight) [n, 3]."""
     rows = rows[rows[:, 1].argsort()]
-    return rows[rows[:, 0].argsort(stable=True)]
+    rows = rows[rows[:, 0].argsort(stable=True)]
+    return rows[: int((rows[:, 2].cumsum(0) < count - 1e-6).sum()) + 1]
 
 
 def _select(selected: Tensor, samples: AdvantageInputs) -> PrepassResult:
-    count, tokens = samples.total(selected, samples.mask)
-    return PrepassResult({"selected": selected}, {"actor/chosen_tokens": count / max(tokens, 1.0)})
+    return PrepassResult({"selected": selected}, {"actor/chosen_tokens": samples.token_mean(selected)})

@@ -37,8 +37,17 @@ class LossOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejection:
+    """A criterion of rejection: tokens or sequences whose statistic is outside [lower, upper] are not trained on."""
+
+    kind: str  # see correction.py
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True, slots=True)
 class Correction:
-    """`algorithm.rollout_correction`: importance weights (`weigh`) and rejection (`reject`), each off if None.
+    """`algorithm.rollout_correction`: importance weights (`weigh`), off if None, and criteria of rejection.
 
     With `bypass` the engine's log-probs serve as the old ones: nothing is recomputed, and nothing else is corrected.
     """
@@ -47,9 +56,7 @@ class Correction:
     threshold: float = 2.0
     threshold_lower: float = 0.5  # lower bound of icepop
     normalize: bool = False
-    reject: str | None = None  # see correction.py
-    upper: float = 2.0
-    lower: float = 0.5
+    reject: tuple[Rejection, ...] = ()
     bypass: bool = False
 
 

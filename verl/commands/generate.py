@@ -201,7 +201,7 @@ class _Prompts:
         columns: dict[str, Any] = {
             "responses": [self._decode_last(each) for each in episodes],
             "finish_reasons": ["error" if each.failure else each.finish_reason for each in episodes],
-            "response_lengths": [each.last.count_generated() if each.turns else 0 for each in episodes],
+            "response_lengths": [each.count_generated() for each in episodes],
         }
         if self.agent is not None:
             columns["conversations"] = [json.dumps(each.messages or []) for each in episodes]

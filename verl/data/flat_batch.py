@@ -41,6 +41,7 @@ class FlatBatch:
     turn_rewards: Tensor | None = None  # [T] float32: the reward of a turn, on its last token
     shares: Tensor | None = None  # [T] float32: 1 / branches of the episode that contain the token; None: one each
     episode_tokens: Tensor | None = None  # [T] float32: generated tokens of the whole episode, with `shares`
+    episode_log_ratio: Tensor | None = None  # [T] float32: mean log-ratio of the episode, which a prepass has set
     for_teacher: FlatBatch | None = None  # the same B responses after the teacher's own prompts
 
     def __len__(self) -> int:
@@ -69,8 +70,13 @@ class FlatBatch:
         return torch.arange(self.num_tokens, device=starts.device) - starts
 
     @classmethod
-    def from_samples(cls, samples: Sequence[Sample]) -> FlatBatch:
-        """Concatenate the arrays of finished episodes, in the given order."""
+    def from_samples(cls, samples: Sequence[Sample], *, has_branches: bool | None = None) -> FlatBatch:
+        """Concatenate the arrays of finished episodes, in the given order.
+
+        With `has_branches`, tokens have `shares` though no episode among these samples has several branches.
+        """
+        if has_branches is None:
+            has_branches = any(sample.branches > 1 for sample in samples)
         lengths = np.fromiter((len(sample.tokens) for sample in samples), np.int64, len(samples))
 
         def lay(arrays: Iterable[Any], dtype: type) -> Tensor:
@@ -83,7 +89,7 @@ class FlatBatch:
             rollout_logprobs=lay((sample.logprobs for sample in samples), np.float32),
             routed_experts=_lay_experts(samples),
             turn_rewards=_lay_turn_rewards(samples),
-            **_lay_branches(samples),
+            **(_lay_branches(samples) if has_branches else {}),
             for_teacher=None
             if not samples or samples[0].teacher_prompt is None
             else cls.from_samples([_replace_prompt(sample) for sample in samples]),
@@ -137,7 +143,7 @@ def _replace_prompt(sample: Sample) -> Sample:
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask] = sample.logprobs[sample.mask]
     tokens = np.concatenate([sample.teacher_prompt, sample.tokens[sample.mask]])
-    return replace(sample, tokens=tokens, mask=mask, logprobs=logprobs, routed_experts=None, teacher_prompt=None)
+    return Sample(sample.group, tokens, mask, logprobs, np.full(len(mask), -1, np.int32), sample.score)
 
 
 def _lay_turn_rewards(samples: Sequence[Sample]) -> Tensor | None:
@@ -153,15 +159,13 @@ def _lay_turn_rewards(samples: Sequence[Sample]) -> Tensor | None:
 
 
 def _lay_branches(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Return the weights of tokens if any of the episodes has several branches."""
-    if all(sample.shares is None for sample in samples):
-        return {}
+    """Return the shares of tokens in their episodes, and the generated tokens of these."""
     shares = [np.ones(len(sample.tokens)) if sample.shares is None else sample.shares for sample in samples]
     tokens = [
         np.full(len(sample.tokens), max(1.0, sample.episode_tokens or float(sample.mask.sum()))) for sample in samples
     ]
     return {
-        name: torch.from_numpy(np.concatenate(parts).astype(np.float32))
+        name: torch.from_numpy(np.concatenate([np.empty(0), *parts]).astype(np.float32))
         for name, parts in (("shares", shares), ("episode_tokens", tokens))
     }
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from verl.config.batch_sizes import BatchSizes
 from verl.data.micro_batches import MicroBatchLimit, SampleSize, balance_samples, count_computed, split_samples
-from verl.types import SampleHandle
+from verl.types import SampleHandle, one_per_episode
 
 EPISODE_METRICS = ("episode/", "tools/")  # prefixes of metrics that do not come from a reward function
 
@@ -44,7 +44,7 @@ class RankPlan:
     policy: list[MicroBatches]  # one per optimizer step, in order
     critic: list[MicroBatches] | None = None
     components: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # [n] each: parts of the reward
-    branches: npt.NDArray[np.float64] | None = None  # [n] branches of the sample's episode; None: one each
+    branches: npt.NDArray[np.float64] | None = None  # [n] branches of its episode; None: one each, on all ranks
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -117,6 +117,7 @@ class Planner:
             mini_batches = _split_mini_batches(prompts, self.critic.mini_batch)
             critic = _plan_updates(self.critic, mini_batches, shares.samples, sizes, random)
         owned = [[handles[i] for i in of_rank] for of_rank in shares.samples]
+        has_branches = any(handle.branches > 1 for handle in handles)
         plans = [
             RankPlan(
                 rank=rank,
@@ -130,7 +131,7 @@ class Planner:
                 policy=policy[rank],
                 critic=critic[rank],
                 components=_collect_components(own, self._components),
-                branches=_collect_branches(own),
+                branches=np.array([each.branches for each in own], np.float64) if has_branches else None,
             )
             for rank, (samples, own) in enumerate(zip(shares.samples, owned, strict=True))
         ]
@@ -248,11 +249,6 @@ def _collect_baselines(handles: Sequence[SampleHandle]) -> npt.NDArray[np.float6
     return np.array(baselines, np.float64) if len(baselines) == len(handles) else None
 
 
-def _collect_branches(handles: Sequence[SampleHandle]) -> npt.NDArray[np.float64] | None:
-    branches = np.array([handle.branches for handle in handles], np.float64)
-    return None if (branches == 1).all() else branches
-
-
 def _collect_components(handles: Sequence[SampleHandle], names: Sequence[str]) -> dict[str, npt.NDArray[np.float64]]:
     """Return the numbers that are named, of each sample; `score` is the score itself."""
     numbers = [{"score": handle.score, **handle.metrics} for handle in handles] if names else []
@@ -260,11 +256,11 @@ def _collect_components(handles: Sequence[SampleHandle], names: Sequence[str]) -
 
 
 def _describe_samples(samples: Sequence[SampleHandle]) -> dict[str, float]:
-    """Return statistics of rewards and response lengths over episodes, each by its last branch.
+    """Return statistics of rewards and response lengths over episodes.
 
     Groups of one episode are not groups without signal.
     """
-    handles = list({(each.group, each.index) if each.branches > 1 else id(each): each for each in samples}.values())
+    handles = one_per_episode(samples)
     groups = np.fromiter((handle.group for handle in handles), np.int64, len(handles))
     scores = np.fromiter((handle.score for handle in handles), np.float64, len(handles))
     responses = np.fromiter((handle.generated for handle in handles), np.int64, len(handles))

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from verl.errors import RewardError
-from verl.types import Failed, FailureKind, SampleHandle, Scored
+from verl.types import Failed, FailureKind, SampleHandle, Scored, one_per_episode
 
 _MAX_METRICS = 256
 _MAX_MESSAGE_CHARS = 6000
@@ -141,9 +141,9 @@ class FailureTracker:
             self._report(f"a response could not be scored; the response is discarded and counted. {result.message}")
 
     def keep_scored(self, handles: Iterable[SampleHandle]) -> list[SampleHandle]:
-        """Count all samples, and return those that have a score."""
+        """Count all episodes, and return the samples that have a score."""
         handles = list(handles)
-        for handle in handles:
+        for handle in one_per_episode(handles):
             self.add(handle.failure or Scored(handle.score))
         return [handle for handle in handles if handle.failure is None]
 

@@ -11,7 +11,7 @@ from itertools import chain
 
 from verl.rewards.score_statistics import majority_score, pass_counts, pass_rates
 from verl.tracking.diagnosis import explain_all_zero
-from verl.types import Failed, SampleHandle
+from verl.types import Failed, SampleHandle, one_per_episode
 
 PASS_SCORE = 0.5
 """The lowest score of a correct response."""
@@ -45,7 +45,8 @@ class Evaluator:
         count = 1
         for first in range(0, len(self._sources), self._batch):
             rows = range(first, min(first + self._batch, len(self._sources)))
-            for row, samples in zip(rows, await asyncio.gather(*map(self._run_prompt, rows)), strict=True):
+            groups = map(one_per_episode, await asyncio.gather(*map(self._run_prompt, rows)))
+            for row, samples in zip(rows, groups, strict=True):
                 source, count = self._sources[row], len(samples)
                 by_prompt[source].append([sample for sample in samples if sample.failure is None])
                 failures += [sample.failure for sample in samples if sample.failure is not None]

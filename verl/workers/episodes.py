@@ -261,12 +261,16 @@ class EpisodeWorker:
 
 def put_sample(sample: Sample) -> SampleHandle:
     """Put a sample into the object store and return its handle. A failed one is not stored."""
+    return make_handle(sample, put(sample) if sample.failure is None else None)
+
+
+def make_handle(sample: Sample, ref: Any) -> SampleHandle:
     generated = sample.versions[sample.mask]
     return SampleHandle(
-        ref=put(sample) if sample.failure is None else None,
+        ref=ref,
         group=sample.group,
         tokens=len(sample.tokens),
-        generated=len(generated),
+        generated=sample.episode_tokens or len(generated),
         score=sample.score,
         version=int(generated.min()) if len(generated) else -1,
         finish_reason=sample.finish_reason,

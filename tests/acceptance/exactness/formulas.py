@@ -26,13 +26,7 @@ import torch
 
 from verl.algorithms import advantages, prepass
 from verl.algorithms.aggregate import MODES, Totals, aggregate, count_totals
-from verl.algorithms.correction import (
-    Correction,
-    importance_weights,
-    mismatch_metrics,
-    mismatch_moments,
-    rejection_mask,
-)
+from verl.algorithms.correction import importance_weights, mismatch_metrics, mismatch_moments, rejection_mask
 from verl.algorithms.losses import (
     KL_KINDS,
     PER_SEQUENCE,
@@ -42,13 +36,21 @@ from verl.algorithms.losses import (
     kl_penalty,
 )
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, ValueObjective
-from verl.algorithms.settings import AlgorithmSettings, Distillation, EstimatorOptions, KlController, LossOptions
+from verl.algorithms.settings import (
+    AlgorithmSettings,
+    Correction,
+    Distillation,
+    EstimatorOptions,
+    KlController,
+    LossOptions,
+    Rejection,
+)
 from verl.algorithms.testing import run_on_ranks
-from verl.config.schema.algorithm import Rejection
+from verl.config.schema.algorithm import RejectionKind
 from verl.rewards.settings import OverlongPenalty
 from verl.training.kernels.logprobs import LastLayer, vocabulary_kl
 
-UNBRANCHED = {"shares": None, "episode_tokens": None}  # every episode is one sequence
+UNBRANCHED = {"shares": None, "episode_tokens": None, "episode_log_ratio": None}  # every episode is one sequence
 LIMIT = 1e-6
 CASES = 1000
 
@@ -167,6 +169,11 @@ def flat(batch: list[ref.Response], name: str) -> torch.Tensor:
 def layout(batch: list[ref.Response]) -> tuple[torch.Tensor, torch.Tensor]:
     """mask [T], offsets [B+1]"""
     return flat(batch, "mask").bool(), torch.tensor([0, *(len(x.mask) for x in batch)]).cumsum(0)
+
+
+def responses(batch: list[ref.Response], gather: Callable = lambda rows: rows) -> advantages.AdvantageInputs:
+    """A batch without scores."""
+    return episodes_of(batch, 0, gather, EstimatorOptions())
 
 
 def episodes_of(
@@ -579,9 +586,17 @@ def outcome(draw: random.Random) -> float:
         x.score = min(max(x.score, 0.0), 1.0)
     value, gradient = ref.outcome_loss(batch, beta)
     mask, offsets = layout(batch)
-    returns = torch.tensor([x.score for x in batch for _ in x.mask], dtype=torch.float64)
+    outcomes = torch.tensor([x.score for x in batch for _ in x.mask], dtype=torch.float64)
     lp = flat(batch, "lp").requires_grad_()
-    micro = SimpleNamespace(mask=mask, offsets=offsets, ref_logprobs=flat(batch, "ref"), returns=returns, **UNBRANCHED)
+    micro = SimpleNamespace(
+        mask=mask,
+        offsets=offsets,
+        old_logprobs=flat(batch, "ref"),
+        advantages=outcomes,
+        ref_logprobs=None,
+        selected=None,
+        **UNBRANCHED,
+    )
     loss, _ = OutcomeObjective(beta)(SimpleNamespace(logprobs=lp), micro, count_totals(mask, offsets))
     (ours,) = torch.autograd.grad(loss, lp)
     return max(difference(loss.item(), value), difference(ours.tolist(), [g for row in gradient for g in row]))
@@ -598,7 +613,7 @@ def weights(level, normalize):
         )
 
         def run(part, rank, gather):
-            return (importance_weights(flat(part, "old"), flat(part, "roll"), *layout(part), c, gather),)
+            return (importance_weights(responses(part, gather), flat(part, "old"), flat(part, "roll"), c),)
 
         return on_all_ranks(draw, batch, run, (expected,))
 
@@ -608,9 +623,10 @@ def weights(level, normalize):
 def rejection(level):
     def case(draw: random.Random) -> float:
         batch = with_policies(draw, random_batch(draw))
-        c = Correction(reject=level, lower=draw.uniform(0, 1), upper=draw.choice([0.01, draw.uniform(1, 5)]))
-        ours = rejection_mask(flat(batch, "old"), flat(batch, "roll"), *layout(batch), c)
-        expected = ref.rejection_mask(batch, level, c.lower, c.upper)
+        lower, upper = draw.uniform(0, 1), draw.choice([0.01, draw.uniform(1, 5)])
+        criterion = Rejection(level, 0.0 if level.endswith(("k2", "k3")) else lower, upper)
+        ours = rejection_mask(responses(batch), flat(batch, "old"), flat(batch, "roll"), [criterion])
+        expected = ref.rejection_mask(batch, level, lower, upper)
         return difference(ours.tolist(), [value for row in expected for value in row])
 
     return case
@@ -622,7 +638,7 @@ def mismatch(draw: random.Random) -> float:
         x.old, x.roll = ([min(lp, 0.0) for lp in row] for row in (x.old, x.roll))
 
     def run(part, rank, gather):
-        return mismatch_metrics(gather(mismatch_moments(flat(part, "old"), flat(part, "roll"), layout(part)[0])[None]))
+        return mismatch_metrics(gather(mismatch_moments(responses(part), flat(part, "old"), flat(part, "roll"))[None]))
 
     worst = 0.0
     for _, results in spread(draw, batch, run):
@@ -719,7 +735,7 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
         for normalize in (False, True)
     },
     "weights icepop": weights("icepop", False),
-    **{f"rejection {level}": rejection(level) for level in get_args(Rejection)},
+    **{f"rejection {level}": rejection(level) for level in get_args(RejectionKind)},
     "mismatch": mismatch,
     "kl controller": controller,
     "overlong penalty": overlong,

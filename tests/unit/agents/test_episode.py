@@ -107,7 +107,7 @@ async def test_the_greedy_response_is_generated_concurrently() -> None:
     assert len(await runner.run(PROMPT, 0, [1, 2], SamplingParams(max_tokens=1), greedy_baseline=True)) == 2
 
 
-async def test_the_overlong_penalty_counts_generated_tokens() -> None:
+async def test_the_overlong_penalty_lowers_the_scores_of_long_responses() -> None:
     runner = EpisodeRunner(echo, accept, decode)  # responses of two tokens
     shaping = OverlongPenalty(buffer=2, factor=0.5, max_length=3)
     [sample] = await runner.run(PROMPT, 0, [5], SamplingParams(max_tokens=4), greedy_baseline=True, overlong=shaping)
@@ -174,3 +174,47 @@ async def test_only_a_response_right_after_its_prompt_can_have_another_prompt(co
 
     with pytest.raises(ConfigError, match=r"use_own_chat_template: true supports only .*; set it to false"):
         await EpisodeRunner(echo, score_nothing, decode, episode).run(TAUGHT, 0, [5], SamplingParams(max_tokens=4))
+
+
+def add_turn(transcript: Transcript, context: list[int], tokens: int, *, reward: float = 0.0, **fields: object) -> None:
+    completion = Completion([5] * tokens, np.zeros(tokens, np.float32), np.zeros(tokens, np.int32), "stop")
+    turn = transcript.add(context, replace(completion, **fields), prompt_tokens=2)
+    turn.reward = reward
+
+
+async def test_branches_agree_in_everything_that_describes_their_episode() -> None:
+    transcript = Transcript()
+    add_turn(transcript, [1, 2], 3, finish_reason="length", engine=0)
+    add_turn(transcript, [1, 2, 9, 9, 9], 1, engine=1)
+    first, second = transcript.to_samples(4, 1, 0.5, {"turns": 2.0})
+    for name in ("group", "index", "score", "metrics", "finish_reason", "engines", "branches", "episode_tokens"):
+        assert getattr(first, name) == getattr(second, name), name
+    assert (first.finish_reason, first.engines, first.episode_tokens) == ("length", {0, 1}, 4)
+
+
+async def test_a_branch_is_credited_only_with_rewards_from_its_turn_on() -> None:
+    transcript = Transcript()
+    for tokens, reward in ((2, 1.0), (3, -0.5), (1, 0.25)):
+        add_turn(transcript, [1, 2], tokens, reward=reward)
+    samples = transcript.to_samples(0, 0, 0.75, {})
+    # Position 0 is in the prompt: nothing that was generated there is credited.
+    assert [sample.turn_rewards for sample in samples] == [
+        ((3, 1.0 - 0.5 + 0.25),),
+        ((0, 1.0), (4, -0.5 + 0.25)),
+        ((0, 1.0 - 0.5), (2, 0.25)),
+    ]
+
+
+async def test_the_overlong_penalty_looks_at_the_longest_branch_and_counts_tokens_of_tools() -> None:
+    async def two_branches(prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
+        transcript = Transcript()
+        add_turn(transcript, [1, 2, 9, 9, 9], 4)  # 7 tokens of the response, of which 4 are generated
+        add_turn(transcript, [1, 2], 1)
+        return transcript
+
+    async def score(prompt: Prompt, transcript: Transcript, response: str) -> Scored:
+        return Scored(1.0)
+
+    runner = EpisodeRunner(echo, score, decode, two_branches)
+    samples = await runner.run(PROMPT, 0, [5], SamplingParams(max_tokens=8), overlong=OverlongPenalty(4, 1.0, 8))
+    assert [sample.score for sample in samples] == [0.25, 0.25]

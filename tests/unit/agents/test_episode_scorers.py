@@ -13,7 +13,7 @@ from verl.types import Completion, Failed, Prompt, Scored
 pytestmark = pytest.mark.unit
 
 PROMPT = Prompt(0, [1, 2], "sums", "46", {"level": 3}, raw=[{"role": "user", "content": "12+34"}])
-TRANSCRIPT = Transcript([Turn([1, 2], Completion([9], [0.0], [0], "stop"))])
+TRANSCRIPT = Transcript([Turn([1, 2], Completion([9], [0.0], [0], "stop"), prompt_tokens=2)])
 
 
 async def function(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored | Failed:

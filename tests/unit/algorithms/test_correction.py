@@ -5,13 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algorithms.correction import (
-    Correction,
-    importance_weights,
-    mismatch_metrics,
-    mismatch_moments,
-    rejection_mask,
-)
+from verl.algorithms.advantages import AdvantageInputs
+from verl.algorithms.correction import importance_weights, mismatch_metrics, mismatch_moments, rejection_mask
+from verl.algorithms.settings import Correction, Rejection
 
 pytestmark = pytest.mark.unit
 
@@ -21,8 +17,13 @@ MASK = torch.tensor([1, 1, 0, 1, 1]).bool()
 OFFSETS = torch.tensor([0, 3, 5])
 
 
+def make_inputs(mask=MASK, offsets=OFFSETS, gather=lambda rows: rows):
+    groups, rewards = torch.arange(len(offsets) - 1), torch.zeros(len(mask)).double()
+    return AdvantageInputs(groups.double(), groups, mask, offsets, rewards, gather=gather)
+
+
 def weights(correction, old=OLD, gather=lambda rows: rows):
-    return importance_weights(old, ROLLOUT, MASK, OFFSETS, correction, gather).tolist()
+    return importance_weights(make_inputs(gather=gather), old, ROLLOUT, correction).tolist()
 
 
 def test_token_weights_are_truncated_above_and_never_below():
@@ -71,13 +72,18 @@ def test_icepop_drops_the_weights_of_tokens_that_differ_too_much_in_either_direc
     ],
 )
 def test_estimates_of_the_kl_have_only_an_upper_bound(name, upper, expected):
-    correction = Correction(reject=name, lower=0.9, upper=upper)
-    assert rejection_mask(OLD, ROLLOUT, MASK, OFFSETS, correction).tolist() == [bool(e) for e in expected]
+    mask = rejection_mask(make_inputs(), OLD, ROLLOUT, [Rejection(name, 0.0, upper)])
+    assert mask.tolist() == [bool(e) for e in expected]
+
+
+def test_several_criteria_reject_together():
+    criteria = [Rejection("token", 0.0, 1.2), Rejection("seq_max_k3", 0.0, 0.5)]
+    assert rejection_mask(make_inputs(), OLD, ROLLOUT, criteria).tolist() == [True, False, False, False, False]
 
 
 def test_weights_carry_no_gradient():
     old = OLD.clone().requires_grad_()
-    assert not importance_weights(old, ROLLOUT, MASK, OFFSETS, Correction("token"), lambda rows: rows).requires_grad
+    assert not importance_weights(make_inputs(), old, ROLLOUT, Correction("token")).requires_grad
 
 
 @pytest.mark.parametrize(
@@ -89,18 +95,21 @@ def test_weights_carry_no_gradient():
     ],
 )
 def test_rejected_tokens_are_removed_from_the_mask(level, expected):
-    correction = Correction(reject=level, lower=0.5, upper=1.6)
-    assert rejection_mask(OLD, ROLLOUT, MASK, OFFSETS, correction).tolist() == [bool(e) for e in expected]
+    mask = rejection_mask(make_inputs(), OLD, ROLLOUT, [Rejection(level, 0.5, 1.6)])
+    assert mask.tolist() == [bool(e) for e in expected]
 
 
 def test_mismatch_of_all_ranks_is_that_of_one():
     torch.manual_seed(0)
     old, rollout = -torch.rand(2, 40).double()
     mask = torch.rand(40) < 0.7
-    whole = mismatch_metrics(mismatch_moments(old, rollout, mask)[None])
-    parts = [
-        mismatch_moments(*(column[part] for column in (old, rollout, mask))) for part in torch.arange(40).split(15)
-    ]
+
+    def measure(part):
+        inputs = make_inputs(mask[part], torch.tensor([0, len(part)]))
+        return mismatch_moments(inputs, old[part], rollout[part])
+
+    whole = mismatch_metrics(measure(torch.arange(40))[None])
+    parts = [measure(part) for part in torch.arange(40).split(15)]
     assert mismatch_metrics(torch.stack(parts)) == pytest.approx(whole)
     p, q = old[mask].exp(), rollout[mask].exp()
     assert whole["training/rollout_probs_diff_mean"] == pytest.approx(float((p - q).abs().mean()))
@@ -114,7 +123,9 @@ def test_mismatch_of_all_ranks_is_that_of_one():
 
 def test_without_spread_there_is_no_correlation_and_without_tokens_nothing_at_all():
     same = torch.full((3,), -1.0)
-    metrics = mismatch_metrics(mismatch_moments(same, same, torch.ones(3).bool())[None])
+    inputs = make_inputs(torch.ones(3).bool(), torch.tensor([0, 3]))
+    metrics = mismatch_metrics(mismatch_moments(inputs, same, same)[None])
     assert metrics["training/rollout_ess"] == pytest.approx(1.0)
     assert "training/rollout_probs_corr" not in metrics
-    assert mismatch_metrics(mismatch_moments(same, same, torch.zeros(3).bool())[None]) == {}
+    inputs = make_inputs(torch.zeros(3).bool(), torch.tensor([0, 3]))
+    assert mismatch_metrics(mismatch_moments(inputs, same, same)[None]) == {}

@@ -29,6 +29,7 @@ def example():
         selected=None,
         shares=None,
         episode_tokens=None,
+        episode_log_ratio=None,
     )
     return output, batch, count_totals(mask, offsets)
 
@@ -165,7 +166,8 @@ def test_an_unknown_loss_names_the_known_ones():
 
 def test_the_outcome_of_a_response_is_predicted_by_the_sum_of_its_log_ratios():
     output, batch, totals = example()
-    batch.returns = torch.tensor([1.0] * 4 + [0.0] * 2 + [0.25] * 5).double()
+    batch.advantages = torch.tensor([1.0] * 4 + [0.0] * 2 + [0.25] * 5).double()
+    batch.old_logprobs = batch.ref_logprobs
     loss, metrics = OutcomeObjective(beta=0.5)(output, batch, totals)
     gaps = torch.where(batch.mask, output.logprobs - batch.ref_logprobs, 0.0)
     logits = torch.stack([0.5 * part.sum() for part in gaps.split([4, 2, 5])])

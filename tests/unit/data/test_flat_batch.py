@@ -123,3 +123,11 @@ def test_responses_after_the_prompts_of_a_teacher_are_cut_with_the_batch() -> No
     assert first.for_teacher is not None
     assert sequences(first.for_teacher, "tokens") == [[50, 50, 1, 2], [50, 50, 50, 50, 1]]
     assert FlatBatch.from_samples([sample(2)]).for_teacher is None
+
+
+def test_the_teacher_reads_its_prompt_also_if_turns_have_rewards() -> None:
+    samples = [replace(sample(6), teacher_prompt=np.full(1, 50, np.int32), turn_rewards=((5, 1.0),))]
+    batch = FlatBatch.from_samples(samples)
+    assert batch.turn_rewards is not None
+    assert batch.for_teacher is not None
+    assert batch.for_teacher.turn_rewards is None

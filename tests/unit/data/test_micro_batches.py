@@ -1,7 +1,6 @@
 """Samples that share their prompt run together, within the same limits and as evenly as single ones."""
 
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from verl.data.micro_batches import MicroBatchLimit, SampleSize, balance_samples
 from verl.data.plan import Planner
 from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.types import Sample
-from verl.workers.episodes import put_sample
+from verl.workers.episodes import make_handle
 
 pytestmark = pytest.mark.unit
 law = settings(max_examples=60, deadline=None)
@@ -102,7 +101,7 @@ def make_sample(group: int, prompt: int, response: int, generator: np.random.Gen
 def test_the_plan_counts_the_tokens_that_engines_compute(limit: Any) -> None:
     generator = np.random.default_rng(0)
     samples = [make_sample(g, 3 + 7 * g, int(generator.integers(1, 20)), generator) for g in range(4) for _ in range(6)]
-    handles = [put_sample_in_memory(sample, index) for index, sample in enumerate(samples)]
+    handles = [make_handle(sample, index) for index, sample in enumerate(samples)]
     planner = Planner(2, BatchSizes(3, *limit), shared_prompts=True)
     plan = planner.plan(handles)
     computed = 0
@@ -120,14 +119,9 @@ def test_the_plan_counts_the_tokens_that_engines_compute(limit: Any) -> None:
     assert "plan/computed_tokens" not in Planner(2, BatchSizes(3, *limit)).plan(handles).metrics
 
 
-def put_sample_in_memory(sample: Sample, index: int) -> Any:
-    with patch("verl.workers.episodes.put", lambda _: index):
-        return put_sample(sample)
-
-
 def test_the_prompt_of_a_handle_ends_before_the_first_generated_token() -> None:
     generator = np.random.default_rng(0)
     sample = make_sample(0, 5, 4, generator)
-    assert put_sample_in_memory(sample, 0).prompt_tokens == 5
+    assert make_handle(sample, 0).prompt_tokens == 5
     sample.mask[:] = False
-    assert put_sample_in_memory(sample, 0).prompt_tokens == 9
+    assert make_handle(sample, 0).prompt_tokens == 9

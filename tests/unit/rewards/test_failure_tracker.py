@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from verl.errors import RewardError
 from verl.rewards.result import Failed, FailureKind, FailureTracker, RewardResult, Scored, parse_result
+from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
 
@@ -61,3 +62,11 @@ def test_the_first_failure_of_a_step_is_reported_at_once() -> None:
     tracker.end_step()
     tracker.add(Failed("died", "failure 3"))
     assert [line.rsplit(maxsplit=2)[-2:] for line in reported] == [["failure", "0"], ["failure", "3"]]
+
+
+def test_a_failed_episode_counts_once_however_many_branches_it_has() -> None:
+    failed = SampleHandle(None, 0, 4, 2, 0.0, 0, failure=Failed("error", "why"), branches=3)
+    scored = [SampleHandle(None, 0, 4, 2, 1.0, 0, index=index) for index in range(1, 4)]
+    tracker = FailureTracker(max_failure_rate=0.25, samples=4)
+    assert tracker.keep_scored([failed, failed, failed, *scored]) == scored
+    assert tracker.end_step()["reward/error_rate"] == 0.25

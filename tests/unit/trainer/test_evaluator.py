@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -93,3 +94,11 @@ async def test_a_source_whose_responses_all_score_0_is_reported_once_with_an_exa
     assert "verl data" in warning
     await validation.evaluate()
     assert validation.warnings == []
+
+
+async def test_the_branches_of_an_episode_are_one_response() -> None:
+    branched = [replace(sample(0.0), index=0, branches=3)] * 3 + [replace(sample(1.0), index=1)]
+    found = await evaluator([branched], ["game"]).evaluate()
+    assert found["val/game/mean@2"] == 0.5
+    assert {"val/game/pass@2", "val/game/maj@2"} <= found.keys()
+    assert not any("@4" in name or "@3" in name for name in found)

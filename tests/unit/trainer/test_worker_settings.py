@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController
+from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController, Rejection
 from verl.config.batch_sizes import BatchSizes
 from verl.config.checks import TRAIN_HINTS
 from verl.config.load import load, load_dict
@@ -217,10 +217,10 @@ def test_the_lower_bound_of_rejection_is_one_over_the_upper_unless_given() -> No
     correction = ("algorithm.rollout_correction.rollout_rs=geometric",)
     upper = "algorithm.rollout_correction.rollout_rs_threshold=4"
     assert algorithm_settings(config_of(*correction, upper)).correction == Correction(
-        reject="geometric", upper=4, lower=0.25
+        reject=(Rejection("geometric", lower=0.25, upper=4),)
     )
     lower = "algorithm.rollout_correction.rollout_rs_threshold_lower=0.9"
-    assert algorithm_settings(config_of(*correction, upper, lower)).correction.lower == 0.9
+    assert algorithm_settings(config_of(*correction, upper, lower)).correction.reject[0].lower == 0.9
     weigh = config_of(
         "algorithm.rollout_correction.rollout_is=sequence",
         "algorithm.rollout_correction.rollout_is_threshold=3",
@@ -234,7 +234,7 @@ def test_the_lower_bound_of_rejection_is_one_over_the_upper_unless_given() -> No
     [
         (["preset=tis"], Correction("token")),
         (["preset=tis", "rollout_is_threshold=4"], Correction("token", 4.0)),
-        (["preset=mis_geometric"], Correction(reject="geometric", upper=1.001, lower=1 / 1.001)),
+        (["preset=mis_geometric"], Correction(reject=(Rejection("geometric", 1 / 1.001, 1.001),))),
         (["preset=icepop"], Correction("icepop", 5.0)),
         (["preset=icepop", "rollout_is=null"], Correction(threshold=5.0)),
         (["preset=bypass"], Correction(bypass=True)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,13 @@ from tests.policy_steps import (
     step_of,
     with_rollout_logprobs,
 )
-from verl.algorithms.settings import (
-    AlgorithmSettings,
-    Correction,
-)
+from verl.algorithms.settings import AlgorithmSettings, Correction, Rejection
 from verl.data.flat_batch import FlatBatch
 from verl.training.policy.trainer import PolicyTrainer
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
+
+REJECTION = Rejection("sequence", 0.5, 2.0)
 
 
 def test_the_mismatch_with_the_engine_is_measured_though_nothing_is_corrected() -> None:
@@ -88,7 +88,10 @@ def test_a_weight_of_one_changes_nothing() -> None:
     actor, plain = Table(), Table()
     step = step_of(with_rollout_logprobs(SAMPLES, actor))
     step.run(
-        PolicyTrainer(actor, AlgorithmSettings(correction=Correction("sequence", normalize=True, reject="sequence")))
+        PolicyTrainer(
+            actor,
+            AlgorithmSettings(correction=Correction("sequence", normalize=True, reject=(REJECTION,))),
+        )
     )
     step.run(PolicyTrainer(plain))
     torch.testing.assert_close(actor.table, plain.table, atol=1e-5, rtol=1e-5)
@@ -126,7 +129,9 @@ def test_what_is_rejected_for_the_policy_still_trains_the_critic() -> None:
 def test_an_update_whose_samples_are_all_rejected_is_skipped_and_counted() -> None:
     actor = Table()
     start, step = actor.table.detach().clone(), step_of(with_rollout_logprobs(SAMPLES, actor, 5.0), prompts=1)
-    metrics = step.run(PolicyTrainer(actor, AlgorithmSettings(correction=Correction(reject="token"))))
+    metrics = step.run(
+        PolicyTrainer(actor, AlgorithmSettings(correction=Correction(reject=(replace(REJECTION, kind="token"),))))
+    )
     assert torch.equal(actor.table, start)
     assert metrics["actor/skipped_steps"] == 2
     assert metrics["training/rollout_rejected"] == 1.0

@@ -28,7 +28,7 @@ Estimator = Literal[
 ]
 
 
-Rejection = Literal[
+RejectionKind = Literal[
     "token", "sequence", "geometric", "token_k2", "token_k3", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"
 ]
 
@@ -90,7 +90,7 @@ class RolloutCorrectionConfig(Section):
     """Lower bound of the weights (icepop)."""
     rollout_is_batch_normalize: bool = setting(False, only_if=needs_given(".rollout_is"))
     """Scale the weights to a mean of 1."""
-    rollout_rs: Rejection | None = setting(None)
+    rollout_rs: RejectionKind | None = setting(None)
     """Reject tokens or sequences by their ratio (geometric: mean ratio), or by k2 or k3, estimates of the KL."""
     rollout_rs_threshold: Positive = setting(2.0, only_if=needs_given(".rollout_rs"))
     """Largest accepted ratio or estimate."""

@@ -85,7 +85,7 @@ class EpisodeBuffer:
         while (missing := take.missing) > 0:
             take.add(await self._select(missing))
         # Not when a group finishes: an adaptive sampler sees the same scores in the same order after a resume.
-        self._stream.record([get_raw_score(sample) for sample in group.samples] for group in take.selected)
+        self._stream.record([get_raw_score(sample) for sample in group.episodes] for group in take.selected)
         self._admission.record_started(count - len(take.trained))  # a smaller batch counts as a whole one
         take.finish(self.position, has_dropped=self._has_dropped)
         self._has_dropped |= take.dropped > 0

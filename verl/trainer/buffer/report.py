@@ -119,5 +119,5 @@ class Take:
         )
 
     def _mean_rejected_score(self) -> float:
-        scores = [sample.score for group in self._rejected for sample in group.samples]
+        scores = [sample.score for group in self._rejected for sample in group.episodes]
         return sum(scores) / max(len(scores), 1)

@@ -9,8 +9,10 @@ from verl.algorithms.settings import (
     EstimatorOptions,
     KlController,
     LossOptions,
+    Rejection,
 )
 from verl.config.features import uses_critic, uses_preferences, uses_task_rewards
+from verl.config.schema.algorithm import RolloutCorrectionConfig
 from verl.config.schema.conditions import is_custom_function
 from verl.config.schema.root import Config
 from verl.trainer.build.reward_settings import reward_components
@@ -51,9 +53,7 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
             threshold=correction.rollout_is_threshold,
             threshold_lower=correction.rollout_is_threshold_lower,
             normalize=correction.rollout_is_batch_normalize,
-            reject=correction.rollout_rs,
-            upper=correction.rollout_rs_threshold,
-            lower=correction.rollout_rs_threshold_lower or 1 / correction.rollout_rs_threshold,
+            reject=_rejections(correction),
             bypass=correction.bypass_mode,
         ),
         value_clip=critic.cliprange_value,
@@ -64,6 +64,15 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
         ref_update_ratio=config.trainer.ref_update_ratio,
         prime_beta=config.reward.prime.beta,
     )
+
+
+def _rejections(correction: RolloutCorrectionConfig) -> tuple[Rejection, ...]:
+    if correction.rollout_rs is None:
+        return ()
+    upper = correction.rollout_rs_threshold
+    has_lower = not correction.rollout_rs.endswith(("_k2", "_k3"))  # which are at least 0
+    lower = (correction.rollout_rs_threshold_lower or 1 / upper) if has_lower else 0.0
+    return (Rejection(correction.rollout_rs, lower, upper),)
 
 
 def _estimator(config: Config) -> str:

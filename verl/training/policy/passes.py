@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.objective import ModelOutput
+from verl.algorithms.advantages import AdvantageInputs
+from verl.algorithms.objective import ModelOutput, make_loss_inputs
+from verl.algorithms.prepass import Prepass, token_noise
+from verl.algorithms.settings import LossOptions
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import MicroBatches
 from verl.training.engine import ReferenceEngine
@@ -27,6 +30,32 @@ def restore_order(batch: FlatBatch, cuts: MicroBatches, parts: Sequence[Tensor])
     values = like.new_zeros(batch.num_tokens, *like.shape[1:])
     values[indices] = torch.cat([values[:0], *parts])
     return values
+
+
+def run_prepass(
+    prepass: Prepass,
+    engine: ReferenceEngine[ModelOutput] | None,
+    batch: FlatBatch,
+    inputs: AdvantageInputs,
+    parts: MicroBatches,
+    options: LossOptions | None = None,
+) -> tuple[list[FlatBatch], dict[str, float]]:
+    """Return the micro-batches of a mini-batch with the fields that the prepass sets, and its metrics.
+
+    The prepass sees the current log-probs: those of the engine; without one, the old log-probs are still current.
+    """
+    indices = torch.tensor([*chain.from_iterable(parts)], dtype=torch.int64)
+    batch = batch.select(indices)
+    cuts = np.split(np.arange(len(indices)), np.cumsum([*map(len, parts)]))[:-1]
+    logprobs = batch.old_logprobs
+    if engine is not None:
+        logprobs = torch.cat([output.logprobs for output in engine.forward(batch.split(cuts))])
+    assert logprobs is not None
+    samples = inputs.select(indices, batch.mask, batch.offsets, batch.shares)
+    assert samples.episodes is not None
+    noise = token_noise(samples.groups[batch.segment_ids], samples.episodes[batch.segment_ids], batch.positions)
+    result = prepass(make_loss_inputs(logprobs, batch), samples, noise, options or LossOptions())
+    return batch.with_(**result.fields).split(cuts), result.metrics
 
 
 def average_steps(steps: Sequence[dict[str, float]], role: str) -> dict[str, float]:

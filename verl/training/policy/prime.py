@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verl.algorithms.advantages import AdvantageInputs
 from verl.algorithms.objective import ModelOutput, OutcomeObjective
+from verl.algorithms.prepass import prepass_log_ratio
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import RankPlan
 from verl.training.engine import ReferenceEngine, TrainEngine
-from verl.training.policy.passes import average_steps, compute_logprobs
+from verl.training.policy.passes import average_steps, compute_logprobs, run_prepass
 
 
 class PrimeRewardModel:
@@ -25,7 +27,9 @@ class PrimeRewardModel:
         self.model, self._reference, self._beta = model, reference, beta
         self._objective = OutcomeObjective(beta)
 
-    def train_and_score(self, batch: FlatBatch, plan: RankPlan) -> tuple[Tensor, dict[str, float]]:
+    def train_and_score(
+        self, batch: FlatBatch, inputs: AdvantageInputs, plan: RankPlan
+    ) -> tuple[Tensor, dict[str, float]]:
         """Train on the outcomes of the samples, then return the rewards of all tokens [T] and the metrics.
 
         A model that has not seen these samples would reward their tokens almost at random at first, and the rewards
@@ -33,7 +37,12 @@ class PrimeRewardModel:
         """
         ref = compute_logprobs(self._reference, batch, plan.forward)
         outcomes = torch.from_numpy(plan.scores).clamp(0.0, 1.0).float()[batch.segment_ids]
-        batch = batch.with_(ref_logprobs=ref, returns=outcomes)
-        steps = [self.model.update(batch.split(parts), self._objective) for parts in plan.policy]
+        batch = batch.with_(old_logprobs=ref, advantages=outcomes)
+        steps = []
+        for parts in plan.policy:
+            micro_batches = batch.split(parts)
+            if batch.shares is not None:
+                micro_batches, _ = run_prepass(prepass_log_ratio, self.model, batch, inputs, parts)
+            steps.append(self.model.update(micro_batches, self._objective))
         log_ratio = torch.where(batch.mask, compute_logprobs(self.model, batch, plan.forward) - ref, 0.0)
         return self._beta * log_ratio.double(), average_steps(steps, "process")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,16 +30,16 @@ from verl.algorithms.objective import (
     PolicyObjective,
     ValueObjective,
     ValueOutput,
-    make_loss_inputs,
+    average_weights,
 )
-from verl.algorithms.prepass import PREPASSES, Prepass, token_noise
+from verl.algorithms.prepass import BRANCH_PREPASSES, PREPASSES
 from verl.algorithms.settings import AlgorithmSettings
 from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
-from verl.data.plan import MicroBatches, RankPlan
+from verl.data.plan import RankPlan
 from verl.errors import ConfigError
 from verl.training.engine import ReferenceEngine, TrainEngine, select_contents
-from verl.training.policy.passes import average_steps, compute_logprobs, restore_order
+from verl.training.policy.passes import average_steps, compute_logprobs, restore_order, run_prepass
 from verl.training.policy.prime import PrimeRewardModel
 from verl.training.policy.teacher import TeacherEngine
 from verl.training.profiler import span
@@ -78,16 +77,18 @@ class PolicyTrainer:
     @span("prepare")
     def prepare(self, samples: Sequence[Sample], plan: RankPlan) -> dict[str, float]:
         """Compute log-probs, values, rewards and advantages of this rank's samples, and keep them for `update`."""
-        batch, kl, squares = self._run_models(FlatBatch.from_samples(samples), plan)
+        batch = FlatBatch.from_samples(samples, has_branches=plan.branches is not None)
+        batch, kl, squares = self._run_models(batch, plan)
         self._inputs, metrics = self._compute_rewards(batch, plan, kl, squares)
         if self.prime is not None:
-            process, process_metrics = self.prime.train_and_score(batch, plan)
+            process, process_metrics = self.prime.train_and_score(batch, self._inputs, plan)
             self._inputs, metrics = replace(self._inputs, process=process), metrics | process_metrics
         batch, advantage_metrics = self._estimate_advantages(batch)
         if self.algorithm.mask_truncated:
             is_whole = torch.tensor([sample.finish_reason != "length" for sample in samples], dtype=torch.bool)
             batch = batch.with_(mask=batch.mask & is_whole[batch.segment_ids])
-        self._batch, mismatch = self._correct_mismatch(batch)
+        batch, mismatch = self._correct_mismatch(batch)
+        self._batch = self._average_branches(self._count_episode_tokens(batch))
         return metrics | advantage_metrics | mismatch
 
     @span("update")
@@ -95,7 +96,8 @@ class PolicyTrainer:
         """Run the planned optimizer steps and return means of their metrics; skipped steps are summed."""
         metrics: dict[str, float] = {}
         if self.critic is not None and plan.critic is not None:
-            batch = self._batch.with_(mask=self._inputs.mask)  # tokens rejected for the policy still train the critic
+            # Tokens rejected for the policy still train the critic.
+            batch = self._count_episode_tokens(self._batch.with_(mask=self._inputs.mask))
             with span("critic update"):
                 steps = [self.critic.update(batch.split(parts), self._value_objective) for parts in plan.critic]
             self.critic.advance_schedule()
@@ -195,55 +197,39 @@ class PolicyTrainer:
             turns = batch.turn_rewards.double()
             rewards[indices] -= segment_sum(turns, batch.offsets)[sequences]
             rewards += turns
-        penalty = torch.zeros_like(rewards)
-        if self._reward_kl is not None:
-            kind = self.algorithm.reward_kl_type
-            kl = _estimate_kl(batch, batch.ref_logprobs, kind) if kl is None else kl.double() * batch.mask
-            penalty = self._reward_kl.beta * kl
-        branches = None if plan.branches is None else torch.from_numpy(plan.branches)
-        if branches is None or batch.shares is None:
-            penalties = segment_sum(penalty, batch.offsets)
-        else:  # an episode enters its group with the mean of its branches
-            penalties = segment_sum(penalty * batch.shares, batch.offsets) * branches
         inputs = AdvantageInputs(
-            scores=scores - penalties,
+            scores=scores,
             groups=torch.from_numpy(plan.groups),
             mask=batch.mask,
             offsets=batch.offsets,
-            rewards=rewards - penalty,
+            rewards=rewards,
             values=None if batch.values is None else batch.values.double(),
             baselines=None if plan.baselines is None else torch.from_numpy(plan.baselines),
             logprobs=None if batch.old_logprobs is None else batch.old_logprobs.double(),
             sum_pi_squared=None if squares is None else squares.double(),
-            importance=self._weigh_samples(batch),
             components={name: torch.from_numpy(values) for name, values in plan.components.items()},
             episodes=torch.from_numpy(plan.indices),
-            branches=branches,
+            branches=None if plan.branches is None else torch.from_numpy(plan.branches),
             token_shares=None if batch.shares is None else batch.shares.double(),
             options=self.algorithm.estimator_options,
             rank=self.actor.data_rank,
             gather=self.actor.gather,
         )
-        metrics = _prefix("critic/score", inputs.describe(scores))
-        metrics |= _prefix("critic/rewards", inputs.describe(inputs.scores))  # after the KL penalty
+        metrics = _prefix("critic/score", inputs.describe(scores, inputs.episode_shares))
         if batch.ref_logprobs is not None:
-            total, tokens = inputs.total(_estimate_kl(batch, batch.ref_logprobs, "k3"), batch.mask)
-            metrics["actor/kl"] = total / max(tokens, 1.0)
-        if self._reward_kl is not None and kl is not None:
-            total, tokens, samples = inputs.total(kl, batch.mask, torch.ones_like(scores))
-            metrics |= {"actor/reward_kl": total / max(tokens, 1.0), "actor/reward_kl_coef": self._reward_kl.beta}
-            self._reward_kl = self._reward_kl.after(metrics["actor/reward_kl"], int(samples))
+            metrics["actor/kl"] = inputs.token_mean(_estimate_kl(batch, batch.ref_logprobs, "k3"))
+        if self._reward_kl is not None:
+            kind = self.algorithm.reward_kl_type
+            kl = _estimate_kl(batch, batch.ref_logprobs, kind) if kl is None else kl.double() * batch.mask
+            penalty, kl_mean = self._reward_kl.beta * kl, inputs.token_mean(kl)
+            inputs = replace(inputs, scores=scores - inputs.sum_episodes(penalty), rewards=rewards - penalty)
+            metrics |= {"actor/reward_kl": kl_mean, "actor/reward_kl_coef": self._reward_kl.beta}
+            self._reward_kl = self._reward_kl.after(kl_mean, round(inputs.total(inputs.episode_shares)[0]))
+        metrics |= _prefix("critic/rewards", inputs.describe(inputs.scores, inputs.episode_shares))
+        if self._uses_squares and self.algorithm.correction.weigh is not None:
+            weights = importance_weights(inputs, *_get_pair(batch), self.algorithm.correction)
+            inputs = replace(inputs, importance=weights.double())
         return inputs, metrics
-
-    def _weigh_samples(self, batch: FlatBatch) -> Tensor | None:
-        """Return the importance weights [T] that the loss will have, for estimators that use them."""
-        correction = self.algorithm.correction
-        if not self._uses_squares or correction.weigh is None:
-            return None
-        assert batch.old_logprobs is not None
-        assert batch.rollout_logprobs is not None
-        pair = batch.old_logprobs, batch.rollout_logprobs
-        return importance_weights(*pair, batch.mask, batch.offsets, correction, self.actor.gather).double()
 
     @span("advantages")
     def _estimate_advantages(self, batch: FlatBatch) -> tuple[FlatBatch, dict[str, float]]:
@@ -257,9 +243,10 @@ class PolicyTrainer:
             penalty, metrics = self._penalize_by_teacher(batch)
             advantages = advantages - penalty
         batch = batch.with_(advantages=advantages.float(), returns=None if returns is None else returns.float())
-        metrics |= _prefix("critic/advantages", self._inputs.describe(advantages[batch.mask]))
+        weights = self._inputs.token_weights[batch.mask]
+        metrics |= _prefix("critic/advantages", self._inputs.describe(advantages[batch.mask], weights))
         if returns is not None and self._inputs.values is not None:
-            metrics |= _prefix("critic/returns", self._inputs.describe(returns[batch.mask]))
+            metrics |= _prefix("critic/returns", self._inputs.describe(returns[batch.mask], weights))
             metrics["critic/explained_variance"] = explained_variance(self._inputs, returns)
         return batch, metrics
 
@@ -271,34 +258,49 @@ class PolicyTrainer:
         assert batch.teacher_logprobs is not None
         kl = estimate_teacher_kl(batch.old_logprobs, batch.teacher_logprobs, options).double() * batch.mask
         clamped, is_clamped = clamp_teacher_kl(kl, options)
-        total, tokens = self._inputs.total(kl, batch.mask)
-        metrics = {"actor/distillation_kl": total / max(tokens, 1.0)}
+        metrics = {"actor/distillation_kl": self._inputs.token_mean(kl)}
         if is_clamped is not None:
-            metrics["actor/distillation_clipfrac"] = self._inputs.total(is_clamped)[0] / max(tokens, 1.0)
+            metrics["actor/distillation_clipfrac"] = self._inputs.token_mean(is_clamped)
         return options.coef * clamped, metrics
 
     def _correct_mismatch(self, batch: FlatBatch) -> tuple[FlatBatch, dict[str, float]]:
         """Measure the mismatch with the rollout engine, and correct it if the algorithm says so."""
-        assert batch.old_logprobs is not None
-        assert batch.rollout_logprobs is not None
-        pair, correction = (batch.old_logprobs, batch.rollout_logprobs), self.algorithm.correction
+        pair, correction = _get_pair(batch), self.algorithm.correction
         if correction.bypass:  # they are the same
             return batch, {}
-        moments = mismatch_moments(*pair, batch.mask)
-        metrics = mismatch_metrics(self.actor.gather(moments[None]))
-        mask, weights = batch.mask, None
+        inputs, weights = replace(self._inputs, mask=batch.mask), None
+        metrics = mismatch_metrics(self.actor.gather(mismatch_moments(inputs, *pair)[None]))
         if correction.weigh is not None:
-            weights = importance_weights(*pair, mask, batch.offsets, correction, self.actor.gather)
-            tokens, total, squares = self._inputs.total(mask, weights, weights.square())
-            metrics["training/rollout_is_ess"] = total * total / (tokens * squares) if squares else 0.0
-        if correction.reject is not None:
-            mask = rejection_mask(*pair, batch.mask, batch.offsets, correction)
-            before, after = self._inputs.total(batch.mask, mask)
-            metrics["training/rollout_rejected"] = 1.0 - after / max(before, 1.0)
-        return batch.with_(mask=mask, weights=weights), metrics
+            weights = importance_weights(inputs, *pair, correction)
+            mean, squares = inputs.token_mean(weights), inputs.token_mean(weights.square())
+            metrics["training/rollout_is_ess"] = mean * mean / squares if squares else 0.0
+        if correction.reject:
+            mask = rejection_mask(inputs, *pair, correction.reject)
+            metrics["training/rollout_rejected"] = inputs.token_mean(~mask)
+            batch = batch.with_(mask=mask)
+        return batch.with_(weights=weights), metrics
+
+    def _count_episode_tokens(self, batch: FlatBatch) -> FlatBatch:
+        """Count the tokens of episodes again after the mask has changed, so that an episode still weighs 1."""
+        if batch.shares is None:
+            return batch
+        tokens = replace(self._inputs, mask=batch.mask).sum_episodes(torch.ones(batch.num_tokens)).clamp(min=1.0)
+        return batch.with_(episode_tokens=tokens[batch.segment_ids].float())
+
+    def _average_branches(self, batch: FlatBatch) -> FlatBatch:
+        """Average over all branches of an episode what a loss of whole sequences averages over a sequence."""
+        mode, inputs = self.algorithm.loss_mode, replace(self._inputs, mask=batch.mask)
+        if batch.shares is None:
+            return batch
+        if batch.weights is not None:
+            batch = batch.with_(weights=average_weights(batch.weights, mode, inputs.average_episodes))
+        if mode == "geo_mean" and batch.advantages is not None:
+            batch = batch.with_(advantages=inputs.average_episodes(batch.advantages))
+        return batch
 
     def _update_actor(self, plan: RankPlan) -> Iterator[dict[str, float]]:
-        prepass = PREPASSES.get(self.algorithm.loss_mode)
+        prepasses = PREPASSES if self._batch.shares is None else PREPASSES | BRANCH_PREPASSES
+        prepass = prepasses.get(self.algorithm.loss_mode)
         is_exact = self.algorithm.loss_kl_coef is not None and self.algorithm.loss_kl_type == EXACT_KL
         update = partial(
             self.actor.update,
@@ -311,25 +313,15 @@ class PolicyTrainer:
                 yield update(self._batch.split(parts))
             else:
                 is_current = step == 0 and not self.algorithm.correction.bypass
-                micro_batches, metrics = self._run_prepass(prepass, parts, plan, updated=not is_current)
+                micro_batches, metrics = run_prepass(
+                    prepass,
+                    None if is_current else self.actor,
+                    self._batch,
+                    self._inputs,
+                    parts,
+                    self.algorithm.loss_options,
+                )
                 yield update(micro_batches) | metrics
-
-    def _run_prepass(
-        self, prepass: Prepass, parts: MicroBatches, plan: RankPlan, *, updated: bool
-    ) -> tuple[list[FlatBatch], dict[str, float]]:
-        """Return the micro-batches of a mini-batch with the fields that the prepass sets, and its metrics."""
-        indices = torch.tensor([*chain.from_iterable(parts)], dtype=torch.int64)
-        batch = self._batch.select(indices)
-        cuts = np.split(np.arange(len(indices)), np.cumsum([*map(len, parts)]))[:-1]
-        logprobs = batch.old_logprobs  # still current before the first update
-        if updated:
-            logprobs = torch.cat([output.logprobs for output in self.actor.forward(batch.split(cuts))])
-        assert logprobs is not None
-        samples = self._inputs.select(indices, batch.mask, batch.offsets)
-        in_group = torch.from_numpy(plan.indices)[indices]
-        noise = token_noise(samples.groups[batch.segment_ids], in_group[batch.segment_ids], batch.positions)
-        result = prepass(make_loss_inputs(logprobs, batch), samples, noise, self.algorithm.loss_options)
-        return batch.with_(**result.fields).split(cuts), result.metrics
 
 
 def load_functions(algorithm: AlgorithmSettings) -> tuple[Estimator, LossFunction]:
@@ -352,6 +344,13 @@ def _estimate_kl(batch: FlatBatch, other_logprobs: Tensor | None, kind: str) -> 
     assert batch.old_logprobs is not None
     assert other_logprobs is not None
     return kl_penalty(batch.old_logprobs, other_logprobs, kind).double() * batch.mask
+
+
+def _get_pair(batch: FlatBatch) -> tuple[Tensor, Tensor]:
+    """Return the log-probs of the policy before the update and of the rollout engine, [T] each."""
+    assert batch.old_logprobs is not None
+    assert batch.rollout_logprobs is not None
+    return batch.old_logprobs, batch.rollout_logprobs
 
 
 def _last_generated(batch: FlatBatch) -> tuple[Tensor, Tensor]:
