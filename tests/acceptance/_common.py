@@ -94,6 +94,7 @@ def sized_for_addition(folder: Path) -> list[str]:
         "trainer.n_gpus_per_node=2",
         f"trainer.default_local_dir={folder / 'run'}",
         "trainer.resume_mode=disable",
+        "trainer.save_freq=-1",
     ]
 
 
@@ -107,6 +108,5 @@ def short_grpo(folder: Path, *, prompts: int, steps: int) -> list[str]:
         "actor_rollout_ref.rollout.n=4",
         f"reward.custom_reward_function.path={REWARDS}",
         f"trainer.total_training_steps={steps}",
-        "trainer.save_freq=-1",
         "trainer.val_before_train=False",
     ]

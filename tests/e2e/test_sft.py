@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -69,15 +70,18 @@ def losses(folder: Path) -> dict[int, float]:
 
 def test_the_documented_settings_train_stop_go_on_and_merge(assets: Assets, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    stopped = subprocess.Popen(command(assets, run), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    stopped = subprocess.Popen(
+        command(assets, run), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+    )
     assert stopped.stdout is not None
     output = ""
     for line in stopped.stdout:
         output += line
         if line.startswith("step   4/30"):
-            stopped.send_signal(signal.SIGTERM)
+            os.killpg(stopped.pid, signal.SIGTERM)  # as `timeout` does
     assert stopped.wait() == 143, output
     assert "saved and stopped after step" in output
+    assert "Traceback" not in output
     done = max(losses(run))
     assert 4 <= done < 30
 

@@ -74,7 +74,34 @@ def test_config_prints_yaml_and_marks_what_was_changed(capsys: pytest.CaptureFix
     changed = [line.split("#")[0].strip() for line in printed.out.splitlines() if "[changed from" in line]
     assert changed == ["train_batch_size: 256", "n: 8"]
     assert "responses per step            2,048" in printed.out
-    assert printed.err == "hint: rollout.n is an alias of actor_rollout_ref.rollout.n\n"
+    assert printed.err == "", "a short name of a section is documented"
+    assert main(["config", "trainer.nnode=2"]) == 0
+    assert "hint: trainer.nnode is an alias of trainer.nnodes\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--dry-run"], "every run checks its settings and files before it starts; `verl config`"),
+        (["--lr", "1e-5"], "set optim.lr=1e-6"),
+        (["--model_name_or_path=org/model"], "set model.path=MODEL"),
+        (["--trainer.seed=3"], "write trainer.seed=3"),
+        (["--config-nam", "x"], "use --config-name"),
+        (["--unheard-of"], "write settings as key=value"),
+    ],
+)
+def test_options_of_other_programs_get_a_hint(option: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *option, "model.path=some/model", "data.train_files=a.parquet"]) == 2
+    head, problem = capsys.readouterr().err.splitlines()
+    assert head == "1 setting is wrong:"
+    assert problem.startswith(f"  - {option[0]}: is not an option; {said}")
+
+
+def test_a_plan_without_a_model_names_the_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 2
+    error = capsys.readouterr().err
+    assert "actor_rollout_ref.model.path: must be given" in error
+    assert "???" not in error
 
 
 def test_config_of_a_sweep_prints_one_document_for_each_point(capsys: pytest.CaptureFixture[str]) -> None:

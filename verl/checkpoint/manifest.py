@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -111,6 +112,10 @@ class CheckpointDir:
         except (ValueError, TypeError, RecursionError) as error:  # intact by its manifest, but not JSON
             raise CheckpointError(f"checkpoint {self.step_dir(step)}: {TRAINER} is damaged: {error}") from error
 
+    def has_run(self) -> bool:
+        """Return whether a run has saved here, whatever has become of its checkpoints."""
+        return any(not self._is_leftover(step) for step in self._all())
+
     def steps(self) -> list[int]:
         """Return the complete steps, oldest first: those with a manifest and every file at its size."""
         return [step for step in self._all() if not find_corruption(self.step_dir(step), checksums=False)]
@@ -196,6 +201,12 @@ class CheckpointDir:
                 elif path.name != MARK:
                     path.unlink()
             shutil.rmtree(directory)
+
+
+def find_free_folder(folder: Path) -> Path:
+    """Return the folder, or the first of folder-2, folder-3, ... in which no run has saved."""
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return next(each for each in chain([folder], numbered) if not CheckpointDir(each).has_run())
 
 
 def find_corruption(directory: Path, *, checksums: bool = True, rank: int = 0, ranks: int = 1) -> list[str]:

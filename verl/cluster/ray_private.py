@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from ray._private import auto_init_hook, ray_constants
+from ray._private import auto_init_hook, ray_constants, services
 from ray._private import worker as ray_worker
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.utils import get_ray_address_file
@@ -32,6 +35,21 @@ def load_auth_token() -> None:
 def disable_auto_init() -> None:
     """Make calls without a connection fail, instead of starting another cluster."""
     auto_init_hook.enable_auto_connect = False
+
+
+@contextmanager
+def separate_process_groups() -> Iterator[None]:
+    """Start each process of a new cluster in a process group of its own.
+
+    `timeout`, batch systems and terminals signal the whole process group of a command: this must reach the controller,
+    which saves and ends the cluster, and not the processes that it needs for this.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
 
 
 def allow_loopback() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from verl.cluster.ray_private import allow_loopback, get_address_file, load_auth_token
+from verl.cluster.ray_private import allow_loopback, get_address_file, load_auth_token, separate_process_groups
 from verl.errors import EngineError
 from verl.private_files import get_user_folder, make_folder
 
@@ -163,7 +163,7 @@ def _init(arguments: Mapping[str, Any], fix: str, attempts: int) -> None:
     quiet = {"ignore_reinit_error": True, "log_to_driver": False, "logging_level": logging.ERROR}
     while True:
         try:
-            with _keep_sigterm_handler():
+            with _keep_sigterm_handler(), separate_process_groups():
                 ray.init(**quiet | dict(arguments))
             return
         except Exception as error:  # Ray raises bare exceptions here

@@ -10,8 +10,8 @@ from dataclasses import replace
 from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
 from verl.config.load import load
 from verl.config.paths import change_settings
-from verl.config.schema import Config
-from verl.errors import VerlError
+from verl.config.schema import MISSING, Config
+from verl.errors import ConfigError, VerlError
 from verl.memory_plan.accelerators import DEVICES, GIB, Device
 from verl.memory_plan.device_memory import USABLE, MemoryPlan
 from verl.memory_plan.model_memory import Usage
@@ -56,6 +56,13 @@ def read_arguments(argv: Sequence[str]) -> tuple[Config, Device, bool]:
     runs = load([*rest, *(f"{key}={value}" for key, value in counts.items() if value is not None)], complete=False)
     if len(runs) != 1:
         raise VerlError("verl plan: takes one value per setting; remove -m")
+    if runs[0].config.actor_rollout_ref.model.path == MISSING:
+        raise ConfigError(
+            [
+                "actor_rollout_ref.model.path: must be given: a Hugging Face model folder, or its config.json, as "
+                "in verl plan --gpus 8 actor_rollout_ref.model.path=Qwen2.5-7B/config.json"
+            ]
+        )
     device = DEVICES[options.device]
     if options.memory is not None:
         device = replace(device, memory_gib=options.memory)

@@ -36,7 +36,9 @@ def main(argv: Sequence[str]) -> int:
 
 async def _train(config: SftConfig, console: Console) -> int:
     from verl.sft.builder import build_sft_trainer
+    from verl.sft.data import check_sft_run
     from verl.trainer.launcher import run
 
+    check_sft_run(config)
     console.banner(render_sizes(config), title="sizes of a step")
     return await run(config, console, lambda config, restarts: build_sft_trainer(config, console, restarts=restarts))

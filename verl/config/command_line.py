@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,33 @@ _CONFIG_NAME = ("--config-name", "-cn")
 
 _PLAIN = re.compile(r"[\w.+~/@]+=[^\s'\",\[\]{}()$\\]+")
 """An override with a plain value: text, where Hydra's grammar rejects a character (~/models, a?b)."""
+
+
+_CHECK = (
+    "every run checks its settings and files before it starts; `verl config` with the same settings prints them all, "
+    "and `verl plan` estimates memory and time"
+)
+_FOREIGN_OPTIONS = {
+    "--dry-run --check --validate": _CHECK,
+    "--cfg --print-config --show-config": "run `verl config` with the same settings",
+    "--config -c": "use --config-path DIR --config-name NAME",
+    "--resume --resume-from-checkpoint": "rerun the command: it resumes from the last checkpoint of its folder",
+    "--output-dir --output --out --save-dir": "set trainer.default_local_dir=DIR",
+    "--model --model-name --model-path --model-name-or-path": "set model.path=MODEL",
+    "--dataset --data --train-files --train-data": "set data.train_files=FILE",
+    "--lr --learning-rate": "set optim.lr=1e-6",
+    "--epochs --num-epochs --num-train-epochs": "set trainer.total_epochs=1",
+    "--steps --max-steps": "set trainer.total_training_steps=100",
+    "--batch-size --per-device-train-batch-size": "set data.train_batch_size=64 (prompts or examples per step)",
+    "--gpus --num-gpus --nproc-per-node": "set trainer.n_gpus_per_node=1",
+    "--nodes --nnodes --num-nodes": "set trainer.nnodes=1",
+    "--seed": "set trainer.seed=1",
+    "--report-to --logger --wandb": "set trainer.logger=[console,wandb]",
+    "--debug --local": "set trainer.local=True rollout.name=hf: one process, in which breakpoints work",
+    "--version": "run `verl --version`",
+    "--verbose -v --quiet -q": "there is one level of output; all metrics are in metrics.jsonl in the run's folder",
+}
+"""Options of other programs, separated by spaces, and what to use instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +84,22 @@ def parse_options(argv: Sequence[str], problems: list[str]) -> argparse.Namespac
     parser.error = _raise  # type: ignore[method-assign]
     options, unknown = parser.parse_known_intermixed_args(list(argv))
     for option in unknown:
-        close = get_close_matches(option.split("=")[0], ["--config-path", "--config-name", "--multirun"], n=1)
-        problems.append(
-            f"{option}: is not an option; " + (f"use {close[0]}" if close else "write settings as key=value")
-        )
+        problems.append(f"{option}: is not an option; {_suggest_option(option)}")
+    for option, value in pairwise(argv):  # the 1e-5 of `--lr 1e-5` is not an override
+        if option in unknown and value in options.overrides and "=" not in value and not value.startswith("~"):
+            options.overrides.remove(value)
     return options
+
+
+def _suggest_option(option: str) -> str:
+    name, _, value = option.partition("=")
+    for names, instead in _FOREIGN_OPTIONS.items():
+        if name.replace("_", "-").lower() in names.split():
+            return instead
+    if "." in name:  # --trainer.seed=1
+        return f"write {name.lstrip('-')}={value or 'value'}"
+    close = get_close_matches(name, ["--config-path", "--config-name", "--multirun"], n=1)
+    return f"use {close[0]}" if close else "write settings as key=value"
 
 
 def _raise(message: str) -> Any:

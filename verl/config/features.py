@@ -39,10 +39,13 @@ def may_score_code(config: Config) -> bool:
     return uses_reward_function(config) and (None in paths or "verl.rewards.scorers.code" in paths)
 
 
-def saves_hf(config: Config | SftConfig) -> bool:
-    """Whether checkpoints also hold the model for `from_pretrained`, requested by either setting."""
+def saves_hf(config: Config | SftConfig) -> bool | None:
+    """Whether checkpoints also hold the model for `from_pretrained`, requested by either setting; None: the last."""
     _, checkpoint = get_checkpoint_settings(config)
-    return config.trainer.save_hf or "hf_model" in checkpoint.save_contents
+    if "hf_model" in checkpoint.save_contents:
+        return True
+    has_weights = "model" in checkpoint.save_contents
+    return config.trainer.save_hf if has_weights or config.trainer.save_hf else False
 
 
 def get_checkpoint_settings(config: Config | SftConfig) -> tuple[str, CheckpointConfig]:

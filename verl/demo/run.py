@@ -10,6 +10,7 @@ from pathlib import Path
 from verl.config.batch_sizes import render_sizes
 from verl.config.features import syncs_adapter_only
 from verl.config.load import LoadedConfig, load
+from verl.config.schema import Config
 from verl.demo.folder import RESPONSE_LENGTH, Assets
 from verl.demo.report import Example, read_metrics, render_report
 from verl.tracking.console import Console
@@ -52,6 +53,8 @@ def demo_settings(assets: Assets, steps: int) -> list[str]:
 async def run_demo(folder: Path, loaded: LoadedConfig, console: Console) -> None:
     """Create the files, warm the model up, train it, and print a report."""
     from verl.cluster.session import connect
+    from verl.trainer.build.preflight import check_rl_run
+    from verl.trainer.launcher import with_free_folder
 
     console.note(f"creating a model with 0.6 million parameters and addition problems in {folder}/")
     creation = asyncio.create_task(asyncio.to_thread(_create_assets, folder))
@@ -60,10 +63,12 @@ async def run_demo(folder: Path, loaded: LoadedConfig, console: Console) -> None
         console.note(note)
     assets = await creation
     console.hints(loaded.hints)
-    console.banner(render_sizes(loaded.config), title="sizes of a step")
-    await _train(loaded, assets, console)
+    config = with_free_folder(loaded.config, console.note)
+    console.banner(render_sizes(config), title="sizes of a step")
+    await check_rl_run(config)
+    await _train(config, assets, console)
     examples = _generate_examples(assets, folder / "trained")
-    console.banner(render_report(read_metrics(loaded.config.trainer.checkpoint_dir), examples), title="results")
+    console.banner(render_report(read_metrics(config.trainer.checkpoint_dir), examples), title="results")
     console.note(f"the trained model is in {folder / 'trained'}, a Hugging Face model folder")
 
 
@@ -73,7 +78,7 @@ def _create_assets(folder: Path) -> Assets:
     return make_assets(folder)
 
 
-async def _train(loaded: LoadedConfig, assets: Assets, console: Console) -> None:
+async def _train(config: Config, assets: Assets, console: Console) -> None:
     """Train as `verl train` does; the model is warmed up while the rollout engine starts."""
     import torch
 
@@ -91,7 +96,7 @@ async def _train(loaded: LoadedConfig, assets: Assets, console: Console) -> None
             f"warmed up in {result.steps} steps, {result.seconds:.0f} s: {result.accuracy:.0%} of held-out sums correct"
         )
 
-    async with build_trainer(loaded.config, console, model_ready=wait_for_warmup) as loop:
+    async with build_trainer(config, console, model_ready=wait_for_warmup) as loop:
         await loop.fit()
         shutil.copytree(assets.model, assets.folder / "trained", dirs_exist_ok=True)
         weights: dict[str, torch.Tensor] = {}

@@ -15,7 +15,7 @@ from verl.config.schema import SftConfig
 from verl.data.micro_batches import MicroBatchLimit
 from verl.data.samplers import PromptStream
 from verl.memory_plan.out_of_memory import format_memory_advice, list_offload_settings
-from verl.sft.data import SFTData, check_sft_files, read_sft_data
+from verl.sft.data import SFTData, read_sft_data
 from verl.sft.trainer import SFTDataLoader, SFTTrainer, split_batch
 from verl.sft.worker import SFTWorkerGroup
 from verl.tracking.console import Console
@@ -42,7 +42,6 @@ class SFTBuilder(RunBuilder[SftConfig]):
     paths = ("model.path", "model.tokenizer_path", "model.lora_adapter_path")
 
     async def build(self) -> TrainLoop[SFTTrainer]:
-        check_sft_files(self.config)
         await self.start_runtime()
         model = self.spawn_train_workers(SFTWorkerGroup)
         with timer(self.times, "start_data"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,13 @@ from verl.models.stop_tokens import find_stop_tokens
 from verl.sft.examples import Example, ExampleReader, find_missing_header, list_columns
 from verl.trainer.build.adapter_checks import find_adapter_problems
 from verl.trainer.build.data import check_model, data_splits, length_cache_dir, open_tokenizer
-from verl.trainer.build.preflight import find_expert_problems, find_heads_problems, find_model_problems, raise_problems
+from verl.trainer.build.preflight import (
+    find_expert_problems,
+    find_folder_problems,
+    find_heads_problems,
+    find_model_problems,
+    raise_problems,
+)
 
 MAX_CHECKED = 1000  # truncated examples that are checked for trained tokens
 
@@ -127,8 +134,16 @@ class SFTData:
     notes: list[str]
 
 
-def check_sft_files(config: SftConfig) -> None:
-    """Raise one error with everything that is wrong with the model and data files, as far as a quick look can see."""
+def check_sft_run(config: SftConfig) -> None:
+    """Raise one error with everything that is wrong with the files and the folder of a run."""
+    check_sft_files(config, find_folder_problems(config))
+
+
+def check_sft_files(config: SftConfig, others: Iterable[str] = ()) -> None:
+    """Raise one error with everything that is wrong with the model and data files, as far as a quick look can see.
+
+    `others` are problems to report with them.
+    """
     model = config.model
     paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
     found = [
@@ -136,6 +151,7 @@ def check_sft_files(config: SftConfig) -> None:
         *find_heads_problems("model", model.ulysses_sequence_parallel_size, paths),
         *find_expert_problems("model.fsdp_config", model.fsdp_config, model.path),
         *find_adapter_problems(config),
+        *others,
     ]
     problems: list[VerlError] = [ConfigError([problem]) for problem in found]
     for files in data_splits(config).values():

@@ -16,16 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.checkpoint.manifest import CheckpointDir
+from verl.checkpoint.manifest import CheckpointDir, find_free_folder
 from verl.config.load import LoadedConfig, load_dict
 from verl.config.paths import set_path
 from verl.config.rollout_engines import DEFAULT_ENGINE, IN_PROCESS_ENGINE
 from verl.custom_functions import PICKLE, pickle_by_value
 from verl.data.prompts import Prompts, write_rows
-from verl.errors import CheckpointError, ConfigError, EngineError
+from verl.errors import CheckpointError, ConfigError, DataError, EngineError, RewardError
 from verl.private_files import create_private_file, make_folder
 from verl.tracking.console import Console
 from verl.trainer.launcher import train
+from verl.trainer.next_steps import describe_end, describe_stop
 from verl.workers.model_objects import check_model_object, find_tokenizer
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ class _Trainer:
             tools: Functions that the model may call, with or without `@verl.tool`.
             environment: Class that each episode plays against, with `reset`, `step` and maybe `close`.
             agent: Coroutine function that plays an episode: `agent(task, model)`, or `agent(task, base_url, api_key)`.
-            folder: Folder for everything that the run writes.
+            folder: Folder for everything that the run writes. If another run has saved in it, this one writes to the
+                first free one of `folder-2`, `folder-3`, ..., unless it resumes (`trainer.resume_mode`).
             local: Run in this process, without Ray, so that breakpoints work.
         """
         self.model, self.tokenizer, self.config = model, tokenizer, config or TrainingConfig()
@@ -153,24 +155,50 @@ class _Trainer:
         Raises:
             ConfigError: With all problems of the settings, before anything starts.
         """
-        prompts = self.prompts if prompts is None else prompts
+        try:
+            return self._train(self.prompts if prompts is None else prompts)
+        except (ConfigError, DataError, RewardError) as error:  # the user's mistake: their line and the message
+            raise error.with_traceback(None) from None
+
+    def _train(self, prompts: Prompts | None) -> TrainResult:
         if prompts is None:
             raise ConfigError(["prompts: must be given, to the trainer or to train(prompts)"])
-        make_folder(self.folder)
-        loaded, console = self._load(prompts), Console()
+        console = Console()
+        folder = self._choose_folder(console)
+        loaded = self._load(prompts, folder)
         console.hints(loaded.hints)
         reward = self.reward if callable(self.reward) else None
-        if code := _run_to_end(train(loaded.config, console, reward)):
-            raise EngineError(_explain_stop(code, loaded.config.trainer.checkpoint_dir))
-        result = _read_result(loaded.config.trainer.checkpoint_dir)
+        resume = f'folder="{folder}" and TrainingConfig(settings={{"trainer.resume_mode": "auto"}})'
+        try:
+            code = _run_to_end(train(loaded.config, console, reward))
+        except KeyboardInterrupt:
+            console.note(describe_stop(folder, resume))
+            raise
+        if code:
+            said = describe_stop(folder, resume)
+            raise EngineError(f"the run stopped before its last step (exit code {code}): {said}")
+        result = _read_result(folder)
+        console.note(describe_end(loaded.config))
         if not isinstance(self.model, str | Path):
             trained = type(self.model).from_pretrained(result.model_path, dtype=self.model.dtype)
             self.model.load_state_dict(trained.state_dict())
         return result
 
-    def _load(self, prompts: Prompts) -> LoadedConfig:
+    def _choose_folder(self, console: Console) -> Path:
+        """Return the run's folder, which is made: that of another run only if the settings say to resume."""
+        resumes = self.config.settings.get("trainer.resume_mode", "disable") != "disable"
+        folder = self.folder if resumes else find_free_folder(self.folder)
+        if folder != self.folder:
+            console.note(f"{self.folder} holds the checkpoints of another run, which are kept: this run uses {folder}")
+        try:
+            make_folder(folder)
+        except OSError as error:
+            raise ConfigError([f"folder={folder}: cannot be made ({error.strerror}); choose another one"]) from error
+        return folder
+
+    def _load(self, prompts: Prompts, folder: Path) -> LoadedConfig:
         tree: dict[str, Any] = {}
-        for key, value in {**self._settings(prompts), **self.config.settings}.items():
+        for key, value in {**self._settings(prompts, folder), **self.config.settings}.items():
             set_path(tree, tuple(key.split(".")), value)
         loaded = load_dict(tree)
         trainer = loaded.config.trainer
@@ -180,8 +208,8 @@ class _Trainer:
             )
         return loaded
 
-    def _settings(self, prompts: Prompts) -> dict[str, Any]:
-        config, folder, uses_kl = self.config, self.folder, self.config.kl_coef > 0
+    def _settings(self, prompts: Prompts, folder: Path) -> dict[str, Any]:
+        config, uses_kl = self.config, self.config.kl_coef > 0
         if not isinstance(self.model, str | Path):
             check_model_object(self.model)
         validation = None if self.validation is None else write_rows(self.validation, folder / "validation.jsonl")
@@ -238,15 +266,6 @@ class PPOTrainer(_Trainer):
 
     _estimator, _group_size = "gae", 1
     _kl_switch, _kl_coef = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
-
-
-def _explain_stop(code: int, folder: Path) -> str:
-    saved = CheckpointDir(folder).latest()
-    kept = f"saved step {saved} in {folder / f'global_step_{saved}'}" if saved is not None else "saved nothing"
-    return (
-        f"the run stopped before its last step (exit code {code}) and {kept}; to resume, train again with "
-        'TrainingConfig(settings={"trainer.resume_mode": "auto"}) and the same folder'
-    )
 
 
 def _read_result(folder: Path) -> TrainResult:

@@ -44,14 +44,15 @@ class Checkpointer:
         self._begun: int | None = None  # the last version that was started
         self.last: int | None = None  # the last version known to be saved
 
-    async def save(self, version: int, trainer: Mapping[str, Any]) -> float:
+    async def save(self, version: int, trainer: Mapping[str, Any], *, is_last: bool = False) -> float:
         """Start a checkpoint of the current state; return the seconds that training waited."""
         called = self._clock()
         await self.finish()
         started = self._clock()
         directory = await self._on_disk("begin a checkpoint", lambda: self._checkpoints.begin(version))
         self._begun = version
-        await self._policy.save(str(directory), {**self._run, "save_id": self._checkpoints.save_id, **trainer})
+        state = {**self._run, "save_id": self._checkpoints.save_id, **trainer}
+        await self._policy.save(str(directory), state, is_last=is_last)
         ended = self._clock()
         self._writing = version, ended - started
         return ended - called

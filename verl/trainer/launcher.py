@@ -7,15 +7,19 @@ import gc
 import re
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from verl.checkpoint.lock import run_lock
+from verl.checkpoint.manifest import find_free_folder
 from verl.cluster.monitor import watch_cluster
 from verl.config.batch_sizes import render_sizes
 from verl.config.load import LoadedConfig
+from verl.config.paths import change_settings
 from verl.config.schema import Config, SftConfig
 from verl.errors import ProcessLostError
 from verl.tracking.console import Console
+from verl.trainer.next_steps import describe_end, describe_stop, resume_command
 from verl.trainer.restarts import RestartTracker, resume_from_own
 from verl.trainer.shutdown import StopController
 from verl.trainer.train_loop import TrainLoop, TrainTask
@@ -31,8 +35,10 @@ async def train(config: Config, console: Console, reward: Callable[..., Any] | N
 
     `reward` is a function object, instead of the path of its file in the settings.
     """
+    from verl.trainer.build.preflight import check_rl_run
     from verl.trainer.build.rl_builder import build_trainer  # imports Ray, after the settings have been checked
 
+    await check_rl_run(config, reward)
     console.banner(render_sizes(config), title="sizes of a step")
     return await run(
         config, console, lambda config, restarts: build_trainer(config, console, restarts=restarts, reward=reward)
@@ -41,6 +47,11 @@ async def train(config: Config, console: Console, reward: Callable[..., Any] | N
 
 async def run(config: C, console: Console, build: Build[C]) -> int:
     """Build the trainer, train, close it; return the exit code. The run's folder stays locked over all restarts."""
+    if config.trainer.save_freq == -1:
+        console.note(
+            "hint: nothing will be saved (trainer.save_freq=-1), and the trained model is lost when the run ends; "
+            "without this setting, the run saves after its last step"
+        )
     async with run_lock(config.trainer.checkpoint_dir, console.note) as run_id:
         return await _run(config, console, build, RestartTracker(console, config.trainer.faults, run_id))
 
@@ -49,7 +60,7 @@ async def _run(config: C, console: Console, build: Build[C], restarts: RestartTr
     stop = StopController.by_time(config.trainer.max_hours, config.trainer.stop_margin)
     if limit := stop.describe_limit():
         console.note(limit)
-    with stop.on_sigterm():
+    with stop.on_sigterm(console.note):
         while True:
             loop = None
             try:
@@ -57,7 +68,7 @@ async def _run(config: C, console: Console, build: Build[C], restarts: RestartTr
                 async with watch_cluster(), build(config, restarts) as loop:
                     stop.is_starting = False
                     with rare_garbage_collection():
-                        await loop.fit(stop)
+                        await _fit(loop, stop, console)
                 return stop.exit_code
             except ProcessLostError as error:
                 if loop is not None and await loop.checkpointer.has_saved():
@@ -72,6 +83,14 @@ async def _run(config: C, console: Console, build: Build[C], restarts: RestartTr
                 when = "during the start" if stop.is_starting else "twice"
                 console.note(f"asked to stop at once (SIGTERM {when})")
                 return stop.exit_code
+
+
+async def _fit(loop: TrainLoop[TrainTask], stop: StopController, console: Console) -> None:
+    try:
+        await loop.fit(stop)
+    except asyncio.CancelledError:
+        console.note(f"stopping during step {loop.version + 1}: ending all processes")
+        raise
 
 
 @contextmanager
@@ -99,9 +118,29 @@ def run_all(points: Sequence[LoadedConfig[C]], train: Callable[[C, Console], Cor
         console.hints(loaded.hints)
         if loaded.sweep:
             console.note(f"sweep: {' '.join(loaded.sweep)}")
-        if code := asyncio.run(train(with_sweep_folder(loaded), console)):
+        config = with_free_folder(with_sweep_folder(loaded), console.note)
+        try:
+            code = asyncio.run(train(config, console))
+        except KeyboardInterrupt:
+            console.note(describe_stop(config.trainer.checkpoint_dir, resume_command(config)))
+            raise
+        if code:
+            console.note(describe_stop(config.trainer.checkpoint_dir, resume_command(config)))
             return code
+        console.note(describe_end(config))
     return 0
+
+
+def with_free_folder(config: C, say: Callable[[str], None]) -> C:
+    """Return the settings with a folder of its own for a run that starts over where another one has saved."""
+    trainer, folder = config.trainer, config.trainer.checkpoint_dir
+    resumed_from = Path(trainer.resume_from_path or "").expanduser().absolute().parent
+    if trainer.resume_mode == "auto" or (trainer.resume_mode == "path" and resumed_from == folder.absolute()):
+        return config
+    if (free := find_free_folder(folder)) == folder:
+        return config
+    say(f"{folder} holds the checkpoints of another run, which are kept: this run writes to {free}")
+    return change_settings(config, {"trainer.default_local_dir": str(free)})
 
 
 def with_sweep_folder(loaded: LoadedConfig[C]) -> C:
@@ -112,6 +151,5 @@ def with_sweep_folder(loaded: LoadedConfig[C]) -> C:
     if not loaded.sweep:
         return loaded.config
     point = re.sub(r"[^\w.=+-]+", "_", ",".join(loaded.sweep))
-    trainer = loaded.config.trainer
-    trainer = trainer.model_copy(update={"default_local_dir": str(trainer.checkpoint_dir / point)})
-    return loaded.config.model_copy(update={"trainer": trainer})
+    folder = loaded.config.trainer.checkpoint_dir / point
+    return change_settings(loaded.config, {"trainer.default_local_dir": str(folder)})

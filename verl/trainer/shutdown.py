@@ -111,10 +111,11 @@ class StopController:
         )
 
     @contextmanager
-    def on_sigterm(self) -> Iterator[None]:
+    def on_sigterm(self, say: Callable[[str], None]) -> Iterator[None]:
         """Stop after the step in progress on SIGTERM; cancel at once on a second one, or one during the start.
 
-        Only the main thread can handle signals: in another thread (a notebook) this does nothing.
+        `say` tells the user that the signal has arrived. Only the main thread can handle signals: in another thread (a
+        notebook) this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -127,6 +128,8 @@ class StopController:
             if self._request_count > 1 or self.is_starting:
                 self.exit_code = TERMINATED
                 task.cancel()
+            else:
+                say("SIGTERM: saving after the step in progress; a second SIGTERM ends the run at once")
 
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, handle)

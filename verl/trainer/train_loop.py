@@ -113,7 +113,8 @@ class TrainLoop(Generic[T_co]):
 
     async def save(self) -> None:
         """Start a checkpoint of the current version; it is written in the background."""
-        seconds = await self.checkpointer.save(self.version, self.task.state(self.version))
+        is_last = self.version == self.schedule.total_steps
+        seconds = await self.checkpointer.save(self.version, self.task.state(self.version), is_last=is_last)
         self.tracker.log({"timing_s/save": seconds}, self.version)
 
     async def _fit(self, stop: StopController) -> None:

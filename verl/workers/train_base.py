@@ -38,7 +38,7 @@ class RankSettings:
     seed: int = 0
     external_modules: Sequence[str] = ()  # imported before the engine is built
     tokenizer_path: str | None = None  # None: the model's
-    save_hf: bool = False
+    save_hf: bool | None = False  # None: in the last checkpoint only
     save_contents: Mapping[str, Sequence[str]] | None = None  # by checkpoint folder; None: all
     load_contents: Mapping[str, Sequence[str]] | None = None
     timeouts: Timeouts = DEFAULT_TIMEOUTS
@@ -116,7 +116,7 @@ class BaseTrainWorker:
 
             disable_determinism()
 
-    def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+    def save(self, directory: str, trainer: Mapping[str, Any], is_last: bool = False) -> None:
         """Copy the state and write it in the background; see `poll_save`. Diverged models are not saved."""
         states = self._trained.states(self._settings.save_contents)
         engines = self._trained.engines()
@@ -127,7 +127,8 @@ class BaseTrainWorker:
                     "earlier checkpoints are intact. Rerun with a lower learning rate (optim.lr) to resume from the "
                     "last one."
                 )
-        finishing = [self._write_model_files, *[self._write_merged] * self._settings.save_hf]
+        exports = is_last if self._settings.save_hf is None else self._settings.save_hf
+        finishing = [self._write_model_files, *[self._write_merged] * exports]
         self._writer.start(states, Path(directory), trainer, finishing)
 
     def poll_save(self, wait: bool) -> float | None:
@@ -274,8 +275,8 @@ class RankGroup(ActorGroup):
         notes = await self.call("start", address, settings, timeout=self._timeouts.start)
         return list(dict.fromkeys(note for rank in notes for note in rank))
 
-    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
-        await self.call("save", directory, trainer, timeout=self._timeouts.checkpoint)
+    async def save(self, directory: str, trainer: Mapping[str, Any], *, is_last: bool = False) -> None:
+        await self.call("save", directory, trainer, is_last, timeout=self._timeouts.checkpoint)
 
     async def poll_save(self, *, wait: bool) -> float | None:
         parts = await self.call("poll_save", wait, timeout=self._timeouts.checkpoint)

@@ -27,7 +27,7 @@ class LocalPolicy:
     def __init__(self, states: Mapping[str, dict[str, Any]]) -> None:
         self.states, self._writer = states, BackgroundWriter()
 
-    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+    async def save(self, directory: str, trainer: Mapping[str, Any], *, is_last: bool = False) -> None:
         self._writer.start(self.states, Path(directory), trainer, [_small_files])
 
     async def poll_save(self, *, wait: bool) -> float | None:

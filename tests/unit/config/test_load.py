@@ -223,7 +223,7 @@ def test_all_problems_come_at_once_each_with_key_value_rule_and_fix() -> None:
         "actor_rollout_ref.actor.optim.lr": "fast must be a number; set actor_rollout_ref.actor.optim.lr=1e-06",
         "actor_rollout_ref.rollout.n": "true must be a whole number; set actor_rollout_ref.rollout.n=1",
         "critic": "3 must be a section",
-        "trainer.save_freq": "0 must be -1 (never) or at least 1; set trainer.save_freq=-1",
+        "trainer.save_freq": "0 must be -1 (never) or at least 1; set trainer.save_freq=null",
         "trainer.logger": "wnadb must be one of console, jsonl",
         "trainer.max_staleness": "1 is not supported yet; set trainer.max_staleness=0",
         "trainer.test_freq": "5 requires validation data; set data.val_files=test.parquet",

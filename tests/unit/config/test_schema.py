@@ -52,7 +52,7 @@ MANY = "actor_rollout_ref.rollout.n=8"
         ("trainer.n_gpus_per_node", 8),
         ("trainer.nnodes", 1),
         ("trainer.total_epochs", 1),
-        ("trainer.save_freq", -1),
+        ("trainer.save_freq", None),
         ("trainer.test_freq", -1),
         ("trainer.logger", ["console"]),
         ("trainer.project_name", "verl"),

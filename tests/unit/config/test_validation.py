@@ -222,8 +222,6 @@ def test_probable_mistakes_are_hinted_at(overrides: list[str], says: str) -> Non
         ("reward.reward_model.weight=0.5", [*MODEL, "reward.custom_reward_function.path=r.py"]),
         ("reward.reward_model.weight=0.5", [*MODEL, "reward.functions=[{path: r.py}]"]),
         ("data.val_max_samples=10", ["data.val_files=v.parquet"]),
-        ("trainer.max_ckpts_to_keep=2", ["trainer.save_freq=10"]),
-        ("trainer.save_hf=true", ["trainer.save_freq=10"]),
         ("trainer.resume_from_path=x/global_step_5", ["trainer.resume_mode=path"]),
     ],
 )
@@ -233,6 +231,12 @@ def test_an_ignored_setting_is_reported_until_its_switch_is_set(ignored: str, sw
 
     assert is_reported()
     assert not is_reported(*switches_on)
+
+
+@pytest.mark.parametrize("ignored", ["trainer.max_ckpts_to_keep=2", "trainer.save_hf=true"])
+def test_settings_of_checkpoints_are_reported_if_nothing_is_saved(ignored: str) -> None:
+    assert any(hint.startswith(f"{ignored} has no effect") for hint in hints(ignored, "trainer.save_freq=-1"))
+    assert not any(hint.startswith(ignored) for hint in hints(ignored))
 
 
 @pytest.mark.parametrize(
@@ -516,3 +520,8 @@ def test_the_usual_settings_of_gdpo_are_understood() -> None:
     algorithm = loaded.config.algorithm
     assert (algorithm.reward_components, algorithm.component_weights) == (["correct", "format"], [1.0, 2.0])
     assert loaded.config.reward.reward_manager.name == "naive"
+
+
+def test_a_learning_rate_that_destroys_the_model_gets_a_hint() -> None:
+    assert any(f"{A}.optim.lr: 1000 is far above usual learning rates" in hint for hint in hints(f"{A}.optim.lr=1e3"))
+    assert not any("optim.lr" in hint for hint in hints(f"{A}.optim.lr=2e-2"))

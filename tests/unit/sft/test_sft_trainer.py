@@ -54,7 +54,7 @@ class FakeModel:
         masked = [example.tokens[example.mask] for example in examples_of(parts)]
         return sum(float(tokens.sum()) for tokens in masked), sum(float(len(tokens)) for tokens in masked)
 
-    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+    async def save(self, directory: str, trainer: Mapping[str, Any], *, is_last: bool = False) -> None:
         self.saved_at.append(trainer["data"])
 
     async def poll_save(self, *, wait: bool) -> float | None:

@@ -30,7 +30,7 @@ class Writing:
         self.error: CheckpointError | None = None
         self._pending: tuple[Path, Mapping[str, Any]] | None = None
 
-    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+    async def save(self, directory: str, trainer: Mapping[str, Any], *, is_last: bool = False) -> None:
         assert self._pending is None, "two at a time"
         self._pending = Path(directory), trainer
         self.begun.append(int(directory.rpartition("_")[2]))
@@ -136,7 +136,7 @@ async def test_the_longest_save_is_measured_however_late_it_is_polled(tmp_path: 
     now = [0.0]
 
     class Copying(Writing):
-        async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        async def save(self, directory: str, trainer: Mapping[str, Any], *, is_last: bool = False) -> None:
             now[0] += 3.0
             await super().save(directory, trainer)
 

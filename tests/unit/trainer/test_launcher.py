@@ -18,11 +18,12 @@ import rich.console
 from verl.checkpoint import lock
 from verl.checkpoint.files import write
 from verl.checkpoint.manifest import CheckpointDir
+from verl.config.load import LoadedConfig
 from verl.config.schema import SftConfig
 from verl.errors import CheckpointError, ProcessLostError
 from verl.tracking.console import Console
 from verl.trainer.checkpointing import Checkpointer
-from verl.trainer.launcher import run
+from verl.trainer.launcher import run, run_all, with_free_folder
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 
@@ -35,7 +36,7 @@ class Ranks:
     def __init__(self, *, commits: bool) -> None:
         self.commits = commits
 
-    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+    async def save(self, directory: str, trainer: Mapping[str, Any], *, is_last: bool = False) -> None:
         folder, step = Path(directory), int(directory.rpartition("_")[2])
         if self.commits:
             CheckpointDir(folder.parent).commit(step, {"shard": write(folder / "shard", b"weights")}, trainer)
@@ -151,3 +152,55 @@ async def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path: Path) -> N
     CheckpointDir(tmp_path).commit(1, {"shard": write(directory / "shard", b"old")})
     config = settings(tmp_path, resume_mode="disable", save_freq=1)
     assert await modes_of_two_starts(config, Ranks(commits=False)) == ["disable", "disable"]
+
+
+def test_starting_over_keeps_the_checkpoints_of_an_earlier_run(tmp_path: Path) -> None:
+    run, said = tmp_path / "run", []
+    CheckpointDir(run).begin(1)  # interrupted, so there is nothing to keep
+    assert with_free_folder(settings(run, resume_mode="disable"), said.append).trainer.checkpoint_dir == run
+    CheckpointDir(run).commit(1, {})
+    assert with_free_folder(settings(run), said.append).trainer.checkpoint_dir == run
+    same = settings(run, resume_mode="path", resume_from_path=str(run / "global_step_1"))
+    assert with_free_folder(same, said.append).trainer.checkpoint_dir == run
+    assert said == []
+    other = settings(run, resume_mode="path", resume_from_path=str(tmp_path / "other" / "global_step_1"))
+    for config in (settings(run, resume_mode="disable"), other):
+        assert with_free_folder(config, said.append).trainer.checkpoint_dir == tmp_path / "run-2"
+    assert "holds the checkpoints of another run" in said[0]
+
+
+@pytest.mark.parametrize(("settings_", "warned"), [({}, False), ({"save_freq": -1}, True), ({"save_freq": 5}, False)])
+def test_a_run_that_saves_nothing_says_so_at_start_and_end(
+    tmp_path: Path, settings_: dict[str, Any], warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @asynccontextmanager
+    async def build_trainer(config: SftConfig, restarts: RestartTracker) -> AsyncIterator[Any]:
+        if config.trainer.save_freq != -1:
+            CheckpointDir(tmp_path).begin(3)
+            CheckpointDir(tmp_path).commit(3, {})
+        yield SimpleNamespace(fit=lambda stop: asyncio.sleep(0), version=3)
+
+    async def train(config: SftConfig, console: Console) -> int:
+        return await run(config, console, build_trainer)
+
+    assert run_all([LoadedConfig(settings(tmp_path, **settings_))], train) == 0
+    out = capsys.readouterr().out
+    assert ("nothing will be saved (trainer.save_freq=-1)" in out) == warned
+    assert ("so the trained model is gone" in out) == warned
+    assert (f"verl merge {tmp_path} --target_dir merged" in out) != warned
+
+
+def test_an_interrupted_run_names_its_last_checkpoint_and_the_command_that_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def train(config: SftConfig, console: Console) -> int:
+        raise KeyboardInterrupt
+
+    CheckpointDir(tmp_path).begin(3)
+    CheckpointDir(tmp_path).commit(3, {})
+    monkeypatch.setattr("sys.argv", ["verl", "sft", "data.train_files=my rows.parquet"])
+    with pytest.raises(KeyboardInterrupt):
+        run_all([LoadedConfig(settings(tmp_path))], train)
+    out = capsys.readouterr().out
+    assert f"the last checkpoint is {tmp_path}/global_step_3; to resume:" in out
+    assert "verl sft 'data.train_files=my rows.parquet'\n" in out

@@ -1,6 +1,7 @@
 """The Python trainers: arguments become settings and files; the public names are pinned."""
 
 import importlib
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def test_the_public_names_are_pinned_and_importable(module: str) -> None:
 
 def loaded(trainer: GRPOTrainer | PPOTrainer) -> LoadedConfig:
     trainer.folder.mkdir(exist_ok=True)
-    return trainer._load(trainer.prompts)
+    return trainer._load(trainer.prompts, trainer.folder)
 
 
 def test_a_config_becomes_settings(tmp_path: Path) -> None:
@@ -270,9 +271,38 @@ def test_a_run_that_stopped_early_is_not_taken_for_finished(
         return 143
 
     monkeypatch.setattr("verl.trainer.api.train", ended)
-    said = r"saved step 4 in .*global_step_4" if saved else "saved nothing"
-    with pytest.raises(EngineError, match=rf'exit code 143\) and {said}.*"trainer.resume_mode": "auto"'):
+    said = r"global_step_4; to resume:.*\n.*run.*resume_mode" if saved else "no checkpoint to resume from"
+    with pytest.raises(EngineError, match=rf"exit code 143\).*{said}"):
         GRPOTrainer("some/model", prompts=["a"], folder=tmp_path / "run").train()
+
+
+def test_a_second_run_gets_a_folder_of_its_own_unless_it_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[Path] = []
+
+    async def ended(config: Any, *_: Any) -> int:
+        used.append(config.trainer.checkpoint_dir)
+        checkpoints = CheckpointDir(config.trainer.checkpoint_dir)
+        checkpoints.begin(1)
+        checkpoints.commit(1, {})
+        (config.trainer.checkpoint_dir / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1.0}\n')
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("verl.trainer.api.train", ended)
+    for prompts in (["a"], ["b"], ["c"]):
+        GRPOTrainer("some/model", prompts=prompts).train()
+    resumed = TrainingConfig(settings={"trainer.resume_mode": "auto"})
+    GRPOTrainer("some/model", prompts=["a"], folder="verl-run", config=resumed).train()
+    assert used == [Path("verl-run"), Path("verl-run-2"), Path("verl-run-3"), Path("verl-run")]
+    assert Path("verl-run-2", "prompts.jsonl").read_text() == '{"prompt": "b"}\n'
+
+
+def test_a_folder_that_cannot_be_made_is_a_mistake_in_the_arguments(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"folder=.*file/run: cannot be made"):
+        GRPOTrainer("some/model", prompts=["a"], folder=tmp_path / "file" / "run").train()
 
 
 def test_torch_numbers_are_written_and_an_invalid_prompt_is_named(tmp_path: Path) -> None:
@@ -297,3 +327,11 @@ def test_an_error_of_a_run_is_raised_without_one_about_event_loops() -> None:
     with pytest.raises(EngineError) as raised:
         _run_to_end(fail())
     assert raised.value.__context__ is None
+
+
+def test_a_mistake_in_the_settings_is_a_message_after_the_line_of_the_user(tmp_path: Path) -> None:
+    config = TrainingConfig(settings={"trainer.sed": 3})
+    with pytest.raises(ConfigError, match=r"did you mean trainer\.seed") as raised:
+        GRPOTrainer("some/model", prompts=["a"], folder=tmp_path / "run", config=config).train()
+    assert len(traceback.extract_tb(raised.value.__traceback__)) == 2, "this test and train()"
+    assert raised.value.__suppress_context__

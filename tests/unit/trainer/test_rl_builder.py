@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+from tiny import tiny_qwen2
 
 from verl.cluster.local import LocalPool
 from verl.config.load import load_dict
 from verl.config.schema import Config
 from verl.errors import ConfigError, DataError, RewardError
+from verl.models.model_folder import require_config
+from verl.models.model_shape import ModelShape
 from verl.tracking.console import Console
 from verl.trainer.build import rl_builder
-from verl.trainer.build.preflight import check_files, check_rl_run
+from verl.trainer.build.preflight import (
+    check_files,
+    check_rl_run,
+    estimate_checkpoint_bytes,
+    find_folder_problems,
+)
 from verl.trainer.build.rl_builder import build_trainer
 from verl.trainer.build.runtime import RunBuilder
 
@@ -53,12 +63,9 @@ async def test_a_failing_start_closes_what_has_started_and_leaves_no_coroutine(m
         builder.pool, builder.device = LocalPool(), "cpu"
         builder._closing.callback(closed.append, "runtime")
 
-    async def passes(*_: Any) -> None: ...
-
     def fails(config: Config) -> NoReturn:
         raise DataError("a row is wrong")
 
-    monkeypatch.setattr(rl_builder, "check_rl_run", passes)
     monkeypatch.setattr(RunBuilder, "start_runtime", start_runtime)
     monkeypatch.setattr(rl_builder, "place_engines", lambda *_: [Engine("engine", closed)])
     monkeypatch.setattr(rl_builder, "place_reward_models", lambda *_: [Engine("reward model", closed)])
@@ -80,14 +87,31 @@ async def test_problems_of_models_files_and_the_reward_function_are_reported_in_
         f"data.train_files={tmp_path}/train.parquet",
         f"data.val_files={tmp_path}/val.parquet",
         f"reward.custom_reward_function.path={tmp_path}/reward.py",
+        f"trainer.default_local_dir={tmp_path}/file/run",
     )
+    (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as raised:
         await check_rl_run(config)
-    model, train, val, reward = raised.value.problems
+    model, train, val, folder, reward = raised.value.problems
     assert f"actor_rollout_ref.model.path={tmp_path}/model: there is no such directory" in model
     assert f"{tmp_path}/train.parquet does not exist" in train
     assert f"{tmp_path}/val.parquet does not exist" in val
+    assert f"trainer.default_local_dir={tmp_path}/file/run: cannot be written" in folder
     assert f"{tmp_path}/reward.py" in reward
+
+
+def test_a_folder_without_room_for_a_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_qwen2().save_pretrained(tmp_path / "model")
+    settings = [f"actor_rollout_ref.model.path={tmp_path}/model", f"trainer.default_local_dir={tmp_path}/run"]
+    config = config_of(*settings)
+    parameters = ModelShape.from_config(require_config(str(tmp_path / "model"))).parameters
+    assert estimate_checkpoint_bytes(config) == 12 * parameters  # weights and two moments in float32
+    assert list(find_folder_problems(config)) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=12 * parameters - 1))
+    [problem] = find_folder_problems(config)
+    assert "a checkpoint needs about" in problem
+    assert list(find_folder_problems(config_of(*settings, "trainer.save_freq=-1"))) == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_model_path_in_a_missing_folder_does_not_list_the_root() -> None:

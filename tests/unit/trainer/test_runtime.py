@@ -15,8 +15,7 @@ from verl.config.schema import Config, SftConfig
 from verl.errors import CheckpointError
 from verl.sft.builder import build_schedule as sft_schedule
 from verl.tracking.console import Console
-from verl.trainer.build.runtime import build_checkpointer, open_tracker, resume
-from verl.trainer.train_loop import LoopSchedule
+from verl.trainer.build.runtime import build_checkpointer, resume
 
 pytestmark = pytest.mark.unit
 
@@ -44,24 +43,13 @@ def test_supervised_training_saves_its_last_step_unless_told_otherwise(tmp_path:
     assert saves("trainer.save_freq=-1") == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "warned"), [([], True), (["trainer.save_freq=-1"], False), (["trainer.save_freq=null"], False)]
-)
-def test_a_run_that_saves_nothing_by_default_says_so(
-    tmp_path: Path, settings: list[str], warned: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = run_of(tmp_path, *settings)
-    open_tracker(config, Console(), LoopSchedule(1, 3, save_every=config.trainer.save_freq), 0).close()
-    assert ("nothing will be saved (trainer.save_freq=-1)" in capsys.readouterr().out) == warned
-
-
 class Ranks:
     """Writes one file, and loads nothing: who is asked to load is what is tested."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
 
-    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+    async def save(self, directory: str, trainer: Mapping[str, Any], *, is_last: bool = False) -> None:
         folder = Path(directory)
         files = {"shard": write(folder / "shard", b"weights")}
         CheckpointDir(folder.parent).commit(int(folder.name.rpartition("_")[2]), files, trainer)

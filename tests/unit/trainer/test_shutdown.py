@@ -82,7 +82,7 @@ def test_the_time_of_a_restart_does_not_count_as_a_step() -> None:
 
 async def test_sigterm_stops_after_the_step_and_a_second_one_at_once() -> None:
     stopping = StopController()
-    with stopping.on_sigterm():
+    with stopping.on_sigterm(print):
         assert stopping.reason() is None
         os.kill(os.getpid(), signal.SIGTERM)
         while stopping.reason() is None:
@@ -106,7 +106,7 @@ class Recorder:
         self.longest_s = 0.0
         self.notes: list[str] = []
 
-    async def save(self, version: int, trainer: dict[str, Any]) -> float:
+    async def save(self, version: int, trainer: dict[str, Any], *, is_last: bool = False) -> float:
         self.saves.append(version)
         return 0.0
 
@@ -323,7 +323,7 @@ async def test_an_error_of_a_validation_ends_the_run() -> None:
 
 async def test_a_run_in_another_thread_leaves_signals_alone() -> None:
     async def run() -> str:
-        with StopController().on_sigterm():
+        with StopController().on_sigterm(print):
             return "ran"
 
     before = signal.getsignal(signal.SIGTERM)

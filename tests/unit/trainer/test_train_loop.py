@@ -49,7 +49,7 @@ class Saves:
         self.last: int | None = None
         self.longest_s = 0.0
 
-    async def save(self, version: int, trainer: Any) -> float:
+    async def save(self, version: int, trainer: Any, *, is_last: bool = False) -> float:
         self.saved.append((version, trainer))
         self.last = version
         return 0.0

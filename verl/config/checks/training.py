@@ -23,6 +23,7 @@ from verl.config.schema.actor import FsdpConfig, OptimConfig
 from verl.config.schema.conditions import ACTOR, ROLLOUT
 
 _RANKS = "train ranks of the run (trainer.nnodes x trainer.n_gpus_per_node)"
+_LARGE_LR = 0.1
 _REPLAY, _BYPASS = f"{ACTOR}.router_replay.mode", "algorithm.rollout_correction.bypass_mode"
 
 
@@ -54,6 +55,7 @@ def find_hints(config: Config) -> Iterator[Conflict]:
     yield from _check_batch_sizes(config, ACTOR, get_actor_batch_sizes(config))
     if uses_critic(config):
         yield from _check_batch_sizes(config, "critic", get_critic_batch_sizes(config))
+    yield from _check_learning_rates(config)
     yield from _check_master_weights(config)
 
 
@@ -67,6 +69,7 @@ def find_sft_hints(config: SftConfig) -> Iterator[Conflict]:
     if data.packing and tokens < share:
         reason = f"{tokens} is less than data.max_length={data.max_length}, so longer examples will exceed it"
         yield Conflict("data.max_token_len_per_gpu", reason, f"={share}")
+    yield from _check_learning_rates(config)
     yield from _check_master_weights(config)
 
 
@@ -156,6 +159,13 @@ def _check_batch_sizes(config: Config, section: str, sizes: BatchSizes) -> Itera
     if get_value(config, key) is not None and tokens is not None and tokens < longest:
         reason = f"{tokens} is less than the longest sequence ({longest} tokens), which will exceed it"
         yield Conflict(key, reason, f"={-(-longest // get_ulysses_size(config))}")
+
+
+def _check_learning_rates(config: Config | SftConfig) -> Iterator[Conflict]:
+    for _, _, key, optim in list_trained_models(config):
+        if optim.lr >= _LARGE_LR:
+            reason = f"{optim.lr:g} is far above usual learning rates (1e-7 to 1e-3, with Muon 2e-2)"
+            yield Conflict(f"{key}.lr", f"{reason} and will destroy the model", "=1e-6, for example")
 
 
 def _check_master_weights(config: Config | SftConfig) -> Iterator[Conflict]:

@@ -35,6 +35,7 @@ class LegacyKeys:
 
     Attributes:
         aliases: Alias -> canonical key.
+        sections: Short name of a section -> section; these are aliases too.
         value_aliases: Canonical key -> alias of a value, as `format_value` writes it -> canonical value.
         unset_by_null: Settings that cannot be null; where launch scripts set them to null, they are not given.
         rules: Key that is not a setting -> answer.
@@ -44,6 +45,7 @@ class LegacyKeys:
     """
 
     aliases: Mapping[str, str]
+    sections: Mapping[str, str]
     value_aliases: Mapping[str, Mapping[str, Any]]
     unset_by_null: frozenset[str]
     rules: Mapping[str, KeyRule]
@@ -64,9 +66,9 @@ class LegacyKeys:
         raise AssertionError(f"the aliases of {join_path(path)} are circular")
 
     def canonicalize(self, path: Path, value: Any, hints: list[str]) -> tuple[Path, Any]:
-        """Return the canonical path and value of a setting, and add a hint for each alias that was used."""
+        """Return the canonical path and value of a setting, and add a hint for each alias but short section names."""
         target = self.resolve_alias(path)
-        if target != path:
+        if target != path and target != (*self.sections.get(path[0], "").split("."), *path[1:]):
             hints.append(f"{join_path(path)} is an alias of {join_path(target)}")
         return target, self._canonicalize_value(join_path(target), value, hints)
 
@@ -178,6 +180,7 @@ def read_legacy_keys(name: str) -> LegacyKeys:
     kept, others = tables.read("kept_defaults"), tables.read("other_defaults")
     return LegacyKeys(
         aliases=tables.sections | {alias: tables.expand_section(key) for alias, key in aliases},
+        sections=tables.sections,
         value_aliases={
             key: {alias: None if value == "null" else value for alias, value in values.items()}
             for key, values in tables.read("value_aliases").items()

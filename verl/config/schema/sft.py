@@ -12,7 +12,7 @@ from verl.config.schema.actor import (
     PeftConfig,
     TrainEngineName,
 )
-from verl.config.schema.base import Count, Interval, Positive, Section, section, setting
+from verl.config.schema.base import Count, Positive, Section, section, setting
 from verl.config.schema.conditions import needs, needs_given, unless, unless_given
 from verl.config.schema.trainer import RayConfig, RunConfig
 from verl.config.train_engines import DEFAULT_ENGINE, PLANNED_ENGINES
@@ -77,11 +77,6 @@ class SftOptimConfig(OptimConfig):
     """Maximum norm of the gradient; null: no clipping."""
 
 
-class SftRunConfig(RunConfig):
-    save_freq: Interval | None = setting(None, unit="steps")
-    """Steps between checkpoints, and one after the last step; null: only the last; -1: none."""
-
-
 class SftConfig(Section):
     """All settings of a supervised run. Create it with `verl.config.load`, which also validates across settings."""
 
@@ -89,5 +84,5 @@ class SftConfig(Section):
     model: SftModelConfig = section(SftModelConfig, "The model that is trained.")
     optim: SftOptimConfig = section(SftOptimConfig, "Optimizer and learning rate schedule.")
     checkpoint: ActorCheckpointConfig = section(ActorCheckpointConfig, "Contents of checkpoints.")
-    trainer: SftRunConfig = section(SftRunConfig, "The run: duration, devices, checkpoints, logging.")
+    trainer: RunConfig = section(RunConfig, "The run: duration, devices, checkpoints, logging.")
     ray_kwargs: RayConfig = section(RayConfig, "Ray.")

@@ -84,14 +84,14 @@ class RunConfig(Section):
     """Passes over the training data."""
     total_training_steps: Count | None = setting(None, unit="steps")
     """Steps of the run; null: determined by total_epochs."""
-    save_freq: Interval | None = setting(-1, unit="steps")
+    save_freq: Interval | None = setting(None, unit="steps")
     """Steps between checkpoints, and one after the last step; null: only the last; -1: none."""
     test_freq: Interval = setting(-1, unit="steps")
     """Steps between validations; -1: none."""
     val_before_train: bool = setting(True, only_if=needs_given("data.val_files"))
     """Validate before the first step, if val_files is given."""
-    save_hf: bool = setting(False, only_if=_SAVES)
-    """Also save the model for from_pretrained in every checkpoint (actor/huggingface), as verl merge does."""
+    save_hf: bool | None = setting(None, only_if=_SAVES)
+    """Also save the model for from_pretrained (actor/huggingface) in every checkpoint; null: in the last."""
     max_ckpts_to_keep: Count | None = setting(None, unit="checkpoints", only_if=_SAVES)
     """Number of newest checkpoints to keep; null: all."""
     max_hours: Positive | None = setting(None, unit="hours")

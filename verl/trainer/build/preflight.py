@@ -1,7 +1,9 @@
-"""Checks before anything starts: models, data files and the reward function. All problems are reported in one error."""
+"""Checks before anything starts: models, data files, the reward function and the run's folder, reported together."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +11,26 @@ from typing import Any
 
 from verl.cluster.nvidia_smi import query_gpus
 from verl.config.checks.device_support import check_capability, find_cpu_conflicts
-from verl.config.features import scores_responses, uses_critic, uses_reward_function
+from verl.config.features import (
+    get_checkpoint_settings,
+    get_model_settings,
+    list_trained_models,
+    scores_responses,
+    uses_critic,
+    uses_reward_function,
+)
+from verl.config.schema import SftConfig
 from verl.config.schema.actor import FsdpConfig
 from verl.config.schema.conditions import ACTOR, ROLLOUT
 from verl.config.schema.root import Config
 from verl.data.files import suggest_path
 from verl.data.validate import find_file_problems
 from verl.errors import ConfigError, DataError, RewardError, VerlError
+from verl.memory_plan.accelerators import GIB
 from verl.memory_plan.suggestions import memory_note
+from verl.models.model_folder import read_config
 from verl.models.model_safety import model_problems
+from verl.models.model_shape import ModelShape
 from verl.models.model_support import expert_problem, family_problems, heads_problem
 from verl.rewards.pool.pool import open_rewards
 from verl.trainer.build.adapter_checks import find_adapter_problems
@@ -29,8 +42,8 @@ _NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
 
 
 async def check_rl_run(config: Config, reward: Callable[..., Any] | None = None) -> None:
-    """Raise one error with everything that is wrong with the files and the reward function of a run."""
-    problems = find_problems(config)
+    """Raise one error with everything that is wrong with the files, the reward function and the folder of a run."""
+    problems = [*find_problems(config), *(ConfigError([problem]) for problem in find_folder_problems(config))]
     try:
         await check_reward(config, reward)
     except RewardError as error:
@@ -58,6 +71,41 @@ def find_problems(config: Config) -> list[VerlError]:
             weighted = data.train_weights is not None
         problems += map(DataError, find_file_problems(files, keys, weighted=weighted))
     return problems
+
+
+def find_folder_problems(config: Config | SftConfig) -> Iterator[str]:
+    """Yield why a run could not save at its end: its folder cannot be written, or has no room for a checkpoint."""
+    if config.trainer.save_freq == -1:
+        return
+    folder = config.trainer.checkpoint_dir.absolute()
+    fix = "set trainer.default_local_dir to another folder, or trainer.save_freq=-1 to save nothing"
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            free = shutil.disk_usage(existing).free
+    except OSError as error:
+        yield f"trainer.default_local_dir={folder}: cannot be written ({existing}: {error.strerror}); {fix}"
+        return
+    needed = estimate_checkpoint_bytes(config)
+    if free < needed:
+        yield (
+            f"trainer.default_local_dir={folder}: its disk has {free / GIB:.1f} GiB free, and a checkpoint needs about "
+            f"{needed / GIB:.1f} GiB; free space, or {fix}"
+        )
+
+
+def estimate_checkpoint_bytes(config: Config | SftConfig) -> int:
+    """Return the bytes of the policy's weights and moments in a checkpoint; 0 for an adapter, or an unknown model."""
+    (_, base), (_, checkpoint) = get_model_settings(config), get_checkpoint_settings(config)
+    _, model, _, optim = list_trained_models(config)[0]
+    content = read_config(base.path)
+    if not content or model.peft.lora_rank:
+        return 0
+    size = 4 if model.fsdp_config.model_dtype == "float32" else 2
+    moments = {"adamw": 2 * size, "adamw_8bit": 2, "muon": size}[optim.name]
+    saved = {"model": size, "optimizer": moments}
+    parameters = ModelShape.from_config(content, base.path).parameters
+    return parameters * sum(saved.get(part, 0) for part in checkpoint.save_contents)
 
 
 async def check_reward(config: Config, reward: Callable[..., Any] | None = None) -> None:

@@ -30,7 +30,7 @@ from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.build.algorithm_settings import algorithm_settings
 from verl.trainer.build.data import RunData, read_data
 from verl.trainer.build.placement import place_engines, place_reward_models
-from verl.trainer.build.preflight import check_determinism, check_engine_layout, check_rl_run, memory_notes
+from verl.trainer.build.preflight import check_determinism, check_engine_layout, memory_notes
 from verl.trainer.build.runtime import RunBuilder, device_hints
 from verl.trainer.build.worker_settings import (
     build_planner,
@@ -96,8 +96,6 @@ class RLBuilder(RunBuilder[Config]):
         reward: Callable[..., Any] | None = None,
         model_ready: Callable[[], Awaitable[None]] | None = None,
     ) -> TrainLoop[RLTrainer]:
-        with timer(self.times, "start_reward_check"):
-            await check_rl_run(self.config, reward)
         await self.start_runtime()
         check_determinism(self.config, self.device)
         check_engine_layout(self.config, self.device)

@@ -92,11 +92,6 @@ def device_hints(config: C, device: str, checks: Sequence[Check]) -> list[str]:
 
 def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSchedule, version: int) -> Sink:
     console.total_steps = schedule.total_steps
-    if schedule.save_every == -1 and "save_freq" not in config.trainer.model_fields_set:
-        console.note(
-            "hint: nothing will be saved (trainer.save_freq=-1), and the trained model is lost when the run ends; set "
-            "trainer.save_freq=null for a checkpoint after the last step, or trainer.save_freq=20 for one every 20"
-        )
     run = RunInfo(
         folder=config.trainer.checkpoint_dir,
         project=config.trainer.project_name,
@@ -143,6 +138,10 @@ class RunBuilder(Generic[C]):
         if self.restarts.has_restarted:
             self.config = await _fit_to_devices(self.config, self.device, self.console)
         ranks, width = count_train_ranks(self.config), count_group_devices(self.config)
+        if self.device == "cpu" and ranks > (cores := os.cpu_count() or 1):
+            self.console.advice(
+                f"{ranks} train ranks share {cores} CPU cores and will be slow; set trainer.n_gpus_per_node=1"
+            )
         self.pool = await self.reserve_devices(ranks, width, "trainer.n_gpus_per_node")
 
     async def reserve_devices(self, count: int, width: int, setting: str) -> DevicePool:
