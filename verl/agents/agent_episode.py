@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.adapters.blocking_agent import adapt_loop
-from verl.agents.builtin_agents import Agent, EnvironmentAgent, Task, ToolAgent
+from verl.agents.builtin_agents import Agent, EnvironmentAgent, Task, ToolAgent, find_tool_problem
 from verl.agents.chat_model import ChatModel
 from verl.agents.deterministic_batcher import Generate
 from verl.agents.episode import single_turn
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+BUILTIN_AGENTS = ("tool_agent", "single_turn", "environment")
 ATTEMPTS = 2  # an episode is repeated if its tools or environment fail; a single call is never made twice
 
 
@@ -57,7 +58,11 @@ class AgentEpisode:
         if agent is not None:
             self._agents[self._default] = self._gateway.adapt(agent)
         if self._default not in (*self._agents, "single_turn"):
-            self._load_agent(self._default)  # so that a wrong name is reported before the first episode
+            self._agents[self._default] = self._load_agent(self._default, f"{ROLLOUT}.agent.default_agent_loop")
+        for name, path in rollout.agent.agents.items():
+            if name in BUILTIN_AGENTS:
+                raise ConfigError([f"{ROLLOUT}.agent.agents: {name} is a built-in agent; choose another name"])
+            self._agents[name] = self._load_agent(path, f"{ROLLOUT}.agent.agents.{name}")
         if self._settings.environment is not None:
             make = load_agent(self._settings.environment, f"{ROLLOUT}.multi_turn.environment")
             self._agents["environment"] = EnvironmentAgent(self._settings, make)
@@ -66,12 +71,32 @@ class AgentEpisode:
     def list_schemas(self) -> list[dict[str, Any]]:
         return [dict(schema) for source in self._sources for schema in source.list_schemas()]
 
+    def find_problem(self, raw: Any, extra_info: Mapping[str, Any]) -> str | None:
+        """Return why a row of the data cannot be played: its agent, prompt or tools; None if it can.
+
+        A row only chooses among the agents and tools of the settings: a name in the data never loads code.
+        """
+        name = extra_info.get("agent_name") or self._default
+        if name == "single_turn":
+            return None
+        if name not in self._agents:
+            known = ", ".join(dict.fromkeys(["single_turn", *self._agents]))
+            fix = f"use one of {known}, or declare it in {ROLLOUT}.agent.agents"
+            return f"the column agent_name is {str(name)[:80]!r}, which the settings do not declare; {fix}"
+        if isinstance(raw, str):
+            return (
+                f"the prompt is text, but {ROLLOUT}.multi_turn.enable=true needs chat messages; write "
+                'each prompt as [{"role": "user", "content": "..."}]'
+            )
+        return find_tool_problem(self.list_schemas(), extra_info) if name == "tool_agent" else None
+
     async def __call__(self, prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
+        if problem := self.find_problem(prompt.raw, prompt.extra_info):
+            raise DataError(f"row {prompt.row}: {problem}")
         name = str(prompt.extra_info.get("agent_name") or self._default)
         if name == "single_turn":
             return await single_turn(prompt, generate, sampling)
-        agent = self._agents.get(name) or self._load_agent(name)
-        task = make_task(prompt)
+        agent, task = self._agents[name], make_task(prompt)
         for attempt in range(ATTEMPTS):
             model = ChatModel(
                 generate,
@@ -97,11 +122,9 @@ class AgentEpisode:
     async def close(self) -> None:
         await self._gateway.close()
 
-    def _load_agent(self, name: str) -> Agent:
-        agent = load_agent(name, f"{ROLLOUT}.agent.default_agent_loop")
-        loop = adapt_loop(agent, self._tokenizer, self._settings.max_turns)
-        self._agents[name] = loop or self._gateway.adapt(agent)
-        return self._agents[name]
+    def _load_agent(self, path: str, setting: str) -> Agent:
+        agent = load_agent(path, setting)
+        return adapt_loop(agent, self._tokenizer, self._settings.max_turns) or self._gateway.adapt(agent)
 
     async def _play(self, agent: Agent, task: Task, model: ChatModel) -> Transcript:
         """Return the transcript of one attempt. Stop waiting for an agent that exceeds its timeout."""
@@ -150,14 +173,10 @@ def read_score(score: Any) -> float | None:
 
 
 def make_task(prompt: Prompt) -> Task:
-    raw = read_prompt(prompt.raw) if prompt.raw is not None else None
-    if raw is None or isinstance(raw, str):
-        raise DataError(
-            f"row {prompt.row}: the prompt is text, but {ROLLOUT}.multi_turn.enable=true needs chat messages; write "
-            'each prompt as [{"role": "user", "content": "..."}]'
-        )
+    messages = read_prompt(prompt.raw)
+    assert not isinstance(messages, str)
     row = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
-    return Task(raw, row)
+    return Task(messages, row)
 
 
 def load_agent(name: str, setting: str) -> Callable[..., Any]:

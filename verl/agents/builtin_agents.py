@@ -107,14 +107,26 @@ class ToolAgent:
 
 def select_tools(tools: Sequence[Tool], row: Mapping[str, Any]) -> list[Tool]:
     """Return the tools that a row names; all tools if the row names none."""
-    extra = row.get("extra_info") or {}
-    wanted = extra.get("tool_selection") or extra.get("tools")
+    wanted = _get_wanted_tools(row.get("extra_info") or {})
     names = {tool.schema["function"]["name"]: tool for tool in tools}
+    return list(tools) if wanted is None else [names[name] for name in wanted if name in names]
+
+
+def find_tool_problem(schemas: Sequence[Mapping[str, Any]], extra_info: Mapping[str, Any]) -> str | None:
+    """Return why a row cannot have the tools that it names; None if it can."""
+    wanted = _get_wanted_tools(extra_info)
     if wanted is None:
-        return list(tools)
+        return None
+    names = [schema["function"]["name"] for schema in schemas]
+    if isinstance(wanted, str) or not isinstance(wanted, Sequence):
+        return f"the column tools is {str(wanted)[:80]!r}; it must be a list of names"
     if unknown := [name for name in wanted if name not in names]:
-        raise ToolFailureError(f"a row of the data names the tool {unknown[0]!r}; there are: {', '.join(names)}")
-    return [names[name] for name in wanted]
+        return f"the column tools names {str(unknown[0])[:80]!r}; there are: {', '.join(names) or 'no tools'}"
+    return None
+
+
+def _get_wanted_tools(extra_info: Mapping[str, Any]) -> Any:
+    return extra_info.get("tool_selection") or extra_info.get("tools")
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,11 +140,11 @@ def _open_tokenizer(config: Config) -> tuple[Any, list[dict[str, Any]]]:
     model = config.actor_rollout_ref.model
     if (model.tokenizer_path or model.path) == MISSING:
         return None, []
-    from verl.trainer.build.data import check_agents, open_tokenizer
+    from verl.trainer.build.data import open_agents, open_tokenizer
 
     tokenizer = open_tokenizer(model, "actor_rollout_ref.model")
     has_turns = config.actor_rollout_ref.rollout.multi_turn.enable
-    return tokenizer, check_agents(config, tokenizer) if has_turns else []
+    return tokenizer, open_agents(config, tokenizer).list_schemas() if has_turns else []
 
 
 def open_console(**options: Any) -> Console:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl.agents.agent_episode import AgentEpisode
 from verl.agents.episode import single_turn
 from verl.agents.transcript import Transcript
 from verl.cluster.hangs.pending_calls import MARGIN_S
@@ -173,20 +172,22 @@ class _Prompts:
     """The prompts of the files, and how responses to them are generated."""
 
     def __init__(self, config: Config) -> None:
-        from verl.trainer.build.data import add_tools, check_agents, open_tokenizer, prompt_options
+        from verl.trainer.build.data import add_tools, check_rows, open_agents, open_tokenizer, prompt_options
 
         model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
         self.tokenizer = tokenizer = open_tokenizer(model, "actor_rollout_ref.model")
         has_agent = rollout.multi_turn.enable
-        options = add_tools(prompt_options(data), check_agents(config, tokenizer) if has_agent else [])
+        self.agent = open_agents(config, tokenizer) if has_agent else None  # None: one response to each prompt
+        options = add_tools(prompt_options(data), [] if self.agent is None else self.agent.list_schemas())
         self.dataset = PromptDataset(data.train_files, tokenizer, options, num_workers=data.num_workers)
+        if self.agent is not None:
+            check_rows([self.dataset], self.agent)
         stops = find_stop_tokens(model.path, tokenizer.eos_token_id)
         self.sampling = SamplingParams(
             data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stops
         )
         first = self.dataset.row(0)[data.prompt_key]
         self.hint = chat_template_hint(tokenizer, first, data.apply_chat_template_kwargs)
-        self.agent = AgentEpisode(config, tokenizer) if has_agent else None  # None: one response to each prompt
 
     async def generate(self, row: int, config: Config, pool: EnginePool) -> list[Transcript]:
         prompt = self.dataset[row]

@@ -7,7 +7,7 @@ are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,6 +193,19 @@ class PromptDataset(FileSet):
                 f"data.max_prompt_length={self._limit}. Raise it"
             )
         return prompts
+
+    def iter_fields(self, names: Sequence[str]) -> Iterator[tuple[int, Any, dict[str, Any]]]:
+        """Yield the row, the prompt and other columns of every prompt, or of some prompts if the files are streamed."""
+        key = self._options.prompt_key
+        if self.is_streamed:
+            numbers = [prompt.row for prompt in self.sample() if prompt is not None]
+            rows = ((number, self.row(number)) for number in numbers)
+        else:
+            every = (row for file in self.files for row in file.values((key, *names)))
+            kept = set(map(int, self.kept))
+            rows = ((number, row) for number, row in enumerate(every) if number in kept)
+        for number, row in rows:
+            yield number, row.get(key), {name: row[name] for name in names if row.get(name) is not None}
 
     def sources(self) -> list[str]:
         """Return the `data_source` of every prompt; "" if a row has none."""

@@ -72,7 +72,9 @@ class MultiTurnConfig(Section):
 
 class AgentConfig(Section):
     default_agent_loop: str = setting("tool_agent")
-    """tool_agent, single_turn, or package.module:function; a row's column agent_name comes first."""
+    """tool_agent, single_turn, or package.module:function."""
+    agents: dict[str, str] = setting({})
+    """Agents that rows may choose with their column agent_name, besides the built-in ones: {name: file.py:function}."""
 
 
 class GatewayConfig(Section):

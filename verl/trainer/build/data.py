@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.agents.agent_episode import AgentEpisode, load_agent
+from verl.agents.agent_episode import AgentEpisode
 from verl.agents.rendering import check_template
 from verl.config.batch_sizes import get_max_sequence_tokens
 from verl.config.features import may_score_code, uses_reward_function, uses_task_rewards
@@ -24,7 +24,7 @@ from verl.data.chat import (
     load_tokenizer,
     teacher_template_hint,
 )
-from verl.data.dataset import PromptDataset, PromptOptions
+from verl.data.dataset import PromptDataset, PromptOptions, extract_reward_fields
 from verl.data.files import CACHED_BYTES, suggest_path
 from verl.data.samplers import (
     BufferedShuffleSampler,
@@ -35,7 +35,7 @@ from verl.data.samplers import (
     ShuffledSampler,
     WeightedSampler,
 )
-from verl.data.validate import find_data_warnings
+from verl.data.validate import MOST_SHOWN, find_data_warnings
 from verl.errors import ConfigError, DataError, RewardError
 from verl.models.model_support import family_note, packing_length_problem
 from verl.models.stop_tokens import find_stop_tokens
@@ -59,16 +59,31 @@ class RunData:
     vocabulary: int
 
 
-def check_agents(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Check the tools, the agent and the chat template of episodes with several turns; return the tools' schemas."""
+def open_agents(config: Config, tokenizer: PreTrainedTokenizerBase) -> AgentEpisode:
+    """Return the episode of several turns; check its tools, its agents and the chat template."""
     rollout, template_kwargs = config.actor_rollout_ref.rollout, config.data.apply_chat_template_kwargs
-    tools = AgentEpisode(config, tokenizer).list_schemas()
-    if rollout.agent.default_agent_loop not in ("tool_agent", "single_turn"):
-        load_agent(rollout.agent.default_agent_loop, "actor_rollout_ref.rollout.agent.default_agent_loop")
+    episode = AgentEpisode(config, tokenizer)
     if rollout.multi_turn.tokenization_sanity_check_mode == "strict":
         branches = rollout.multi_turn.use_inference_chat_template
-        check_template(tokenizer, tools, template_kwargs, branches=branches)
-    return tools
+        check_template(tokenizer, episode.list_schemas(), template_kwargs, branches=branches)
+    return episode
+
+
+def check_rows(datasets: Iterable[PromptDataset], episode: AgentEpisode) -> None:
+    """Raise a `DataError` that lists the rows which cannot be played: unknown agents or tools, prompts of text."""
+    names = ("agent_name", "tools", "tool_selection", "extra_info", "reward_model")
+    problems = []
+    for dataset in datasets:
+        for row, raw, fields in dataset.iter_fields(names):
+            try:
+                problem = episode.find_problem(raw, extract_reward_fields(fields)["extra_info"])
+            except DataError as error:
+                problem = str(error)
+            if problem is not None:
+                problems.append(f"{dataset.location(row)}: {problem}")
+    if problems:
+        shown, more = problems[:MOST_SHOWN], len(problems) - MOST_SHOWN
+        raise DataError("\n".join([*shown, *([f"... and {more:,} more rows"] if more > 0 else [])]))
 
 
 def prompt_options(data: DataConfig, *, is_training: bool = True) -> PromptOptions:
@@ -95,7 +110,9 @@ def read_data(config: Config) -> RunData:
     datasets: dict[str, DatasetSettings] = {}
     reports: list[str] = []
     val_sources: list[str] = []
-    tools = check_agents(config, tokenizer) if config.actor_rollout_ref.rollout.multi_turn.enable else []
+    agents = open_agents(config, tokenizer) if config.actor_rollout_ref.rollout.multi_turn.enable else None
+    tools = [] if agents is None else agents.list_schemas()
+    opened: list[PromptDataset] = []
     teacher, teacher_notes = _open_teacher(config, tokenizer) if config.distillation.enable else (None, [])
     for split, files in data_splits(config).items():
         options = add_tools(prompt_options(config.data, is_training=split == "train"), tools)
@@ -115,6 +132,7 @@ def read_data(config: Config) -> RunData:
         options = replace(options, streaming=dataset.report.streamed)
         teacher_path = config.distillation.teacher.path if has_own_template else None
         datasets[split] = DatasetSettings(files, options, dataset.kept, teacher_path)
+        opened.append(dataset)
         reports += [str(dataset.report), *find_data_warnings(dataset.files)]
         if dataset.report.streamed:
             sources = [prompt.data_source for prompt in dataset.sample() if prompt is not None]
@@ -133,6 +151,8 @@ def read_data(config: Config) -> RunData:
         if may_score_code(config) and any(BUILTIN_SCORERS.get(source) == code.__name__ for source in sources):
             sandbox = config.reward.sandbox
             code.check_requirements(sandbox_url=sandbox.url, require=sandbox.require)
+    if agents is not None:
+        check_rows(opened, agents)
     longest = get_max_sequence_tokens(config)
     loaded, notes = check_model(model, longest, "data.max_prompt_length + data.max_response_length")
     reports += [*notes, *teacher_notes]
