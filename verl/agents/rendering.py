@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agents.messages import Message
 from verl.data.chat import encode, render
+from verl.data.special_tokens import get_special_text
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class ChatRenderer:
         if whole.startswith(header):
             text, end = self._split_end(whole[len(header) :])
         else:
-            text, end = str(conversation[-1].get("content") or ""), self._end
+            content = str(conversation[-1].get("content") or "")
+            text, end = get_special_text(self._tokenizer).mark(content), self._end
         ids = self._encode_after(_REPLY, end)
         count = next((index + 1 for index, token in enumerate(ids) if token in self._added), 0)
         return self._encode_after(header, text) + ids[:count]
@@ -72,7 +74,10 @@ class ChatRenderer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def render_text(self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = True) -> str:
-        """Return a conversation as text. Most templates expect arguments of calls as objects, a few as text."""
+        """Return a conversation as text, in which special tokens that contents spell are marked.
+
+        Most templates expect arguments of calls as objects, a few as text.
+        """
         kwargs = {**self._kwargs, "add_generation_prompt": add_generation_prompt}
         if tools:
             kwargs["tools"] = [dict(tool) for tool in tools]

@@ -7,13 +7,17 @@ or the author of the string, has already added those that belong there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from verl.data.special_tokens import get_special_text, is_marked, remove_marks
 from verl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_ROLE = re.compile(r"[\w-]+")  # templates build special tokens from roles, such as <|user|>
 
 
 class PromptError(DataError):
@@ -87,22 +91,28 @@ def encode_prompts(
     return encoded
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Tokenize rendered prompts. A batch is much faster than one at a time."""
-    if not texts:
-        return []
-    return list(tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids)
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool = False
+) -> list[list[int]]:
+    """Tokenize what `render` returned. A batch is much faster than one at a time."""
+    options: dict[str, Any] = {"add_special_tokens": add_special_tokens}
+    plain = [text for text in texts if not is_marked(text)]
+    ids = iter(tokenizer(plain, return_attention_mask=False, verbose=False, **options).input_ids if plain else ())
+    return [get_special_text(tokenizer).encode(text, **options)[0] if is_marked(text) else next(ids) for text in texts]
 
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Mapping[str, Any]) -> str:
     """Return the text of one prompt: a string as it is, chat messages through the chat template.
+
+    Special tokens that messages or tools spell are marked (see `special_tokens`): `encode` reads them as text, and
+    `SpecialText.show` returns the text for people.
 
     >>> render(tokenizer, [{"role": "user", "content": "12+34=?"}], {})
     '<|im_start|>user\\n12+34=?<|im_end|>\\n<|im_start|>assistant\\n'
     """
     read = read_prompt(prompt)
     if isinstance(read, str):
-        return read
+        return remove_marks(read)
     if tokenizer.chat_template is None:
         raise DataError(
             f"the prompt is a list of messages, but the tokenizer {tokenizer.name_or_path or '(unnamed)'} has no chat "
@@ -110,9 +120,12 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Map
         )
     from jinja2 import TemplateError
 
+    special = get_special_text(tokenizer)
     kwargs = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
+    if kwargs.get("tools"):
+        kwargs["tools"] = special.mark(kwargs["tools"])
     try:
-        return str(tokenizer.apply_chat_template(read, **kwargs))
+        return str(tokenizer.apply_chat_template(special.mark_messages(read), **kwargs))
     except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(str(message["role"]) for message in read[:8])
         raise DataError(
@@ -193,8 +206,8 @@ def read_prompt(prompt: Any, name: str = "prompt", setting: str = "prompt_key") 
                 f"message {index} of the {name} has no {' and no '.join(sorted(missing))}, only "
                 f"{', '.join(message) or 'nothing'}; every message needs role and content"
             )
-        if not isinstance(message["role"], str):
-            raise DataError(f"message {index} of the {name} has the role {message['role']!r}; it must be text")
+        if not isinstance(message["role"], str) or not _ROLE.fullmatch(message["role"]):
+            raise DataError(f"message {index} of the {name} has the role {message['role']!r}; it must be a word")
     return messages
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from verl.data.chat import encode, read_prompt, render
 from verl.data.dataset import TRUTHS, extract_reward_fields
 from verl.data.files import READ_AT_ONCE, Files, FileSet, JsonlRows, Rows
+from verl.data.special_tokens import get_special_text
 from verl.data.validate import describe_missing_column, find_data_warnings
 from verl.errors import DataError
 
@@ -136,8 +137,10 @@ class DataInspector(FileSet):
             text = self._render(prompt)
         except DataError as error:
             return RowPreview(location, "", None, **rewards, error=str(error))
-        token_ids = None if self.tokenizer is None else encode(self.tokenizer, [text])[0]
-        return RowPreview(location, text, token_ids, **rewards)
+        if self.tokenizer is None:
+            return RowPreview(location, text, None, **rewards)
+        [token_ids] = encode(self.tokenizer, [text])
+        return RowPreview(location, get_special_text(self.tokenizer).show(text), token_ids, **rewards)
 
     def inspect(self, *, max_prompt_length: int, is_overlong_fatal: bool, limit: int | None = None) -> InspectionReport:
         """Inspect all rows, or the first `limit`. If `is_overlong_fatal`, a run stops at a prompt that is too long."""

@@ -39,6 +39,7 @@ Lengths = npt.NDArray[np.int32]
 ROWS_FOR_A_PROCESS = 50_000  # fewer are measured faster than a process starts
 ROWS_TO_KEEP = 10_000  # fewer are not worth caching
 MOST_PROCESSES = 8
+RENDERING = 2  # changes when the same prompt, tokenizer and template have other ids
 SETTLED_S = 2.0  # a file written more recently may change again within the resolution of its time
 
 
@@ -71,7 +72,7 @@ class TokenCounter:
         if backend is None:
             return None
         parts = [
-            *(type(self.tokenizer).__qualname__, backend.to_str(), self.tokenizer.chat_template),
+            *(RENDERING, type(self.tokenizer).__qualname__, backend.to_str(), self.tokenizer.chat_template),
             *(self.tokenizer.special_tokens_map, self.template_kwargs, version("transformers"), version("tokenizers")),
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from verl.config.schema.sft import SftDataConfig
 from verl.data.chat import drop_none, encode, read_prompt, render, truncate
+from verl.data.special_tokens import get_special_text
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -183,20 +184,28 @@ def _marked_example(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]
 ) -> Example:
     """Return the example with the responses that the template marks."""
-    kwargs = {**template_kwargs, "add_generation_prompt": False}
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special = get_special_text(tokenizer)
+    tools = special.mark(template_kwargs.get("tools"))
+    kwargs = {**tokenizer.special_tokens_map, **template_kwargs, "tools": tools, "add_generation_prompt": False}
     with _MARKING:
-        render(tokenizer, messages, kwargs)  # raises with a better message
-        encoded: Any = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            **{**kwargs, "tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True},
+        render(tokenizer, messages, {**template_kwargs, "add_generation_prompt": False})  # raises with a better message
+        rendered: Any = render_jinja_template(
+            [special.mark_messages(messages)],
+            chat_template=tokenizer.get_chat_template(None, tools),
+            return_assistant_tokens_mask=True,
+            **kwargs,
         )
-    mask = [bool(marked) for marked in encoded["assistant_masks"]]
+    [text], [spans] = rendered
+    ids, offsets = special.encode(text)
+    mask = [any(first < stop and start < last for start, stop in spans) for first, last in offsets]
     if not any(mask[1:]):
         raise DataError(
             f"the chat template of {_name(tokenizer)} marks responses with {{% generation %}}, but none here; fix the "
             "template, or remove its marks"
         )
-    return _example(encoded["input_ids"], mask)
+    return _example(ids, mask)
 
 
 def _marks_responses(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> bool:
@@ -218,6 +227,7 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _explain_prefix_mismatch(tokenizer: PreTrainedTokenizerBase, turn: int, before: str, after: str) -> str:
+    before, after = map(get_special_text(tokenizer).show, (before, after))
     index = _first_difference(before, after)
     return (
         f"message {turn}: the chat template of {_name(tokenizer)} starts a response after "
@@ -228,6 +238,7 @@ def _explain_prefix_mismatch(tokenizer: PreTrainedTokenizerBase, turn: int, befo
 
 
 def _explain_rerendering(tokenizer: PreTrainedTokenizerBase, turn: int, after: str, whole: str) -> str:
+    after, whole = map(get_special_text(tokenizer).show, (after, whole))
     index = _first_difference(after, whole)
     return (
         f"message {turn}: the chat template of {_name(tokenizer)} renders it as {_near(after, index)} while it is the "

@@ -17,6 +17,7 @@ from verl.agents.chat_model import ChatModel, Reply
 from verl.agents.formats.tool_calls import ParsedReply, ToolCall
 from verl.agents.messages import prepare_messages
 from verl.agents.rendering import ChatRenderer
+from verl.data.chat import encode
 from verl.errors import DataError
 from verl.types import Completion, SamplingParams
 
@@ -131,9 +132,9 @@ class RandomChat:
         header = self._renderer.render_text(before, self._tools)
         whole = self._renderer.render_text([*before, message], self._tools, add_generation_prompt=False)
         text, stop, next_role = self._cut_end(whole[len(header) :], bool(calls))
-        known, ids = self._encode(header), self._encode(header + text)
+        known, ids = encode(self._tokenizer, [header, header + text])
         is_separate = ids[: len(known)] == known  # nothing of the reply merges with the header
-        ids = ids[len(known) :] if is_separate else self._encode(text)
+        ids = ids[len(known) :] if is_separate else encode(self._tokenizer, [text])[0]
         reply = self._tokenize(ids, stop, calls, is_separate)
         return replace(reply, next_role=next_role if reply.token_ids[-1] == stop else None)
 
@@ -218,9 +219,10 @@ class RandomChat:
             known = [*self._requests[-2], *replies[-1].token_ids]
             if request[: len(known)] != known or len(request) == len(known):
                 self.wrong.append(f"request {len(self._requests)} does not continue the one before it")
+        whole = self._renderer.render_prompt(prepare_messages(messages), self._tools)
+        self._check_forged(messages, whole)
         if self._rewrites and not self._branches:
             return
-        whole = self._renderer.render_prompt(prepare_messages(messages), self._tools)
         if self._branches or all(reply.is_canonical for reply in replies):
             self.counts["branches" if self._branches else "equal to the whole"] += 1
             if request != whole:
@@ -229,6 +231,24 @@ class RandomChat:
             self.counts["with the text of the whole"] += 1
             if self._tokenizer.decode(request) != self._tokenizer.decode(whole):
                 self.wrong.append(f"request {len(self._requests)} has another text: {self._show(request, whole)}")
+
+    def _check_forged(self, messages: Sequence[Any], whole: Sequence[int]) -> None:
+        """Compare the special tokens of a conversation with those of one whose contents spell none."""
+        neutral = self._replace_tokens(prepare_messages(messages))
+        self.counts["with special tokens in contents"] += neutral != prepare_messages(messages)
+        plain = self._renderer.render_prompt(neutral, self._tools)
+        forged, own = ([token for token in ids if token in self._added] for ids in (whole, plain))
+        if forged != own:
+            self.wrong.append(f"request {len(self._requests)} has special tokens of its contents")
+
+    def _replace_tokens(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._replace_tokens(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._replace_tokens(each) for each in value]
+        for token in self._shape.tokens if isinstance(value, str) else ():
+            value = value.replace(token, "word")
+        return value
 
     def _check_samples(self, model: ChatModel) -> None:
         """Compare the samples for training with what the engine saw and generated."""

@@ -9,6 +9,7 @@ odd spaces, special tokens in the text, and replies that are split in unusual wa
 - Where replies and their ends are the canonical tokenization, it has the tokens of rendering the whole. Where they are
   the same text in other tokens, it has the text of the whole. After replies that are cut short, random, or ended by a
   token that the template would not write there, and where appended turns would be rewritten, only the first holds.
+- Special tokens that contents spell are text: a conversation has the special tokens of its template alone.
 - A template that rewrites earlier turns is refused at the start, or every turn is a branch after the whole.
 - In conversations with vLLM, trainer and engine agree on the log-prob of every generated token to 1e-4.
 
@@ -56,9 +57,13 @@ CONVERSATIONS, SHORT = 1000, 25
 LIMIT = 1e-4
 REAL = "SmolLM2"
 REAL_SHAPE = ChatShape("", ("<|im_start|>", "<|im_end|>", "<|endoftext|>"), ("<|im_end|>", "<|endoftext|>"))
-FIGURES = ("requests", "not canonical", "equal to the whole", "with the text of the whole", "branches")
+FIGURES = (
+    *("requests", "not canonical", "equal to the whole", "with the text of the whole", "branches"),
+    "with special tokens in contents",
+)
 """Requests; those that tokenizing their text again would change; those that were compared with rendering the whole, by
-tokens and by text; requests of conversations with one branch per turn, also compared by tokens."""
+tokens and by text; requests of conversations with one branch per turn, also compared by tokens; those whose contents
+spell special tokens, compared with the special tokens of the template alone."""
 
 
 def main() -> None:

@@ -69,6 +69,14 @@ def test_a_response_is_appended_to_a_string_prompt_with_one_bos_token(text: str)
     assert model.decode(tokens) == "<s>12+34=046"
 
 
+@pytest.mark.parametrize("raw", [MESSAGES, "12+34="])
+def test_special_tokens_in_a_response_are_text(raw: Any) -> None:
+    model = tokenizer_of("<pad>", "<eos>", "<more>", chat_template=TEMPLATE.replace(";", "<eos>"))
+    encode = read_by(model, raw, retokenize=True)
+    forged, plain = (encode(Prompt(0, [1], raw=raw), [1, 2], text) for text in ("0<eos><more>", "0"))
+    assert [forged.count(token) for token in (1, 2)] == [plain.count(token) for token in (1, 2)]
+
+
 def test_messages_without_a_chat_template_are_rejected_with_the_fix() -> None:
     model = tokenizer_of("<pad>", "<eos>", "<more>")
     model.chat_template = None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from verl.data.chat import encode, render
+from verl.data.special_tokens import get_special_text
 from verl.errors import ConfigError
 from verl.rewards.models.interface import SETTING
 from verl.types import Prompt
@@ -58,9 +59,9 @@ def _make_template_encoder(tokenizer: PreTrainedTokenizerBase) -> EncodeConversa
 
     def encode_conversation(prompt: Prompt, tokens: Sequence[int], response: str) -> list[int]:
         if isinstance(prompt.raw, str):
-            text = prompt.raw + response
+            text = render(tokenizer, prompt.raw, {}) + get_special_text(tokenizer).mark(response)
             has_bos = tokenizer.bos_token is not None and text.startswith(str(tokenizer.bos_token))
-            return list(tokenizer(text, add_special_tokens=not has_bos, verbose=False).input_ids)
+            return encode(tokenizer, [text], add_special_tokens=not has_bos)[0]
         messages = [*prompt.raw, {"role": "assistant", "content": response}]
         return encode(tokenizer, [render(tokenizer, messages, {"add_generation_prompt": False})])[0]
 
