@@ -1,18 +1,27 @@
 """Blocking tools run in processes of their own, and programs of the model in the sandbox."""
 
+import asyncio
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import sample_tools
+from agent_config import agent_config
+from chat_bpe import bpe_tokenizer
 
 import verl
+from verl.agents import python_tool
+from verl.agents.agent_episode import AgentEpisode
 from verl.agents.errors import ToolError, ToolFailureError
 from verl.agents.python_tool import python
 from verl.agents.tools.function_tools import call_tool
 from verl.agents.tools.processes import open_pool
 from verl.agents.tools.results import ToolResult
+from verl.config.paths import change_settings
+from verl.config.schema.reward import SandboxConfig
+from verl.errors import RewardError
 
 pytestmark = pytest.mark.contract
 
@@ -71,6 +80,44 @@ async def test_long_results_arrive_and_endless_ones_are_truncated() -> None:
     assert len(text) < 1_100_000
     assert text.startswith("é" * 500_000)
     assert text.endswith("é" * 500_000)
+
+
+@pytest.fixture
+def _default_interpreter() -> Iterator[None]:
+    yield
+    python_tool._interpreters.clear()
+
+
+@pytest.mark.usefixtures("_default_interpreter")
+async def test_programs_obey_the_settings_of_the_sandbox_and_wait_for_each_other() -> None:
+    python_tool.start_interpreter(SandboxConfig(seconds=1, memory_mb=256, max_programs=1))
+    with pytest.raises(ToolError, match="timeout"):
+        await python.call({"code": "while True: pass"}, 60)
+    with pytest.raises(ToolError, match=r"MemoryError|memory"):
+        await python.call({"code": "print(len(bytearray(300 << 20)))"}, 60)
+    program = {"code": "import time; start = time.time(); time.sleep(0.3); print(start, time.time())"}
+    results = await asyncio.gather(*(python.call(program, 60) for _ in range(3)))
+    spans = sorted(tuple(map(float, result.text.split())) for result in results)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+@pytest.mark.usefixtures("_default_interpreter")
+async def test_a_sandbox_that_fails_is_a_failure_and_not_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RewardError("sandbox: namespaces did not start")
+
+    interpreter = python_tool.start_interpreter(SandboxConfig())
+    monkeypatch.setattr(interpreter, "_run", fail)
+    with pytest.raises(ToolFailureError, match="the sandbox failed: sandbox: namespaces did not start"):
+        await call_tool({"python": python}, "python", {"code": "print(1)"}, 60)
+
+
+def test_a_remote_sandbox_that_does_not_answer_is_found_at_start(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text("from verl.agents.python_tool import python\n")
+    config = agent_config(function_tool_path=str(tmp_path / "tools.py"))
+    config = change_settings(config, {"reward.sandbox.url": "http://127.0.0.1:9"})
+    with pytest.raises(RewardError, match=r"check reward\.sandbox\.url"):
+        AgentEpisode(config, bpe_tokenizer())
 
 
 async def test_programs_of_the_model_run_in_the_sandbox() -> None:

@@ -17,6 +17,7 @@ from verl.agents.errors import EpisodeLimitError, ToolFailureError
 from verl.agents.formats import FORMATS, detect_format
 from verl.agents.formats.tool_calls import Parse
 from verl.agents.gateway.agents import GatewayAgents
+from verl.agents.python_tool import python, start_interpreter
 from verl.agents.rendering import ChatRenderer
 from verl.agents.tools.sources import ToolSource, load_sources
 from verl.agents.transcript import Transcript
@@ -51,6 +52,8 @@ class AgentEpisode:
         self._max_sequence_tokens = get_max_sequence_tokens(config)
         self._renderer = ChatRenderer(tokenizer, config.data.apply_chat_template_kwargs)
         self._sources: list[ToolSource] = load_sources(self._settings)
+        if python.schema in self.list_schemas():
+            start_interpreter(config.reward.sandbox)  # reports a sandbox that fails before the first episode
         self._parse = choose_parser(self._settings.format, tokenizer, self._sources)
         self._gateway = GatewayAgents(rollout)
         self._agents: dict[str, Agent] = {"tool_agent": ToolAgent(self._settings, self._sources)}

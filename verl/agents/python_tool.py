@@ -1,16 +1,26 @@
 """A Python interpreter as a tool: programs of the model run in the sandbox, each in a fresh one.
 
-Import it in the file of `multi_turn.function_tool_path`, next to your own tools, or pass it to a trainer.
+Import it in the file of `multi_turn.function_tool_path`, next to your own tools, or pass it to a trainer. Programs run
+where and how `reward.sandbox.*` says.
 """
 
 from __future__ import annotations
 
-from verl.agents.errors import ToolError
-from verl.agents.tools.function_tools import tool
-from verl.agents.user_code import run_in_thread
-from verl.rewards.sandbox import sandbox
+import asyncio
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
-LIMITS = sandbox.Limits(output_bytes=64 << 10)
+from verl.agents.errors import ToolError, ToolFailureError
+from verl.agents.tools.function_tools import tool
+from verl.config.schema.reward import SandboxConfig
+from verl.errors import RewardError
+from verl.rewards.sandbox import sandbox, sandbox_fusion
+from verl.rewards.scorers.code import check_requirements
+
+_MAX_OUTPUT = 64 << 10  # bytes; a result is truncated to much less
+_PROBE = "print(6 * 7)"
 
 
 @tool
@@ -20,8 +30,46 @@ async def python(code: str) -> str:
     Args:
         code: The program. It must print its results.
     """
-    result = await run_in_thread(lambda: sandbox.run(code, limits=LIMITS))
-    if result.status == "ok":
-        return result.stdout or "(no output)"
-    reason = result.stderr.strip() if result.status == "error" else f"the program was ended: {result.status}"
-    raise ToolError("\n".join(filter(None, [result.stdout.strip(), reason])))
+    from verl.agents import python_tool  # this module, also where the function was pickled by value
+
+    return await python_tool.get_interpreter().run(code)
+
+
+class Interpreter:
+    """Runs programs as the settings say, a few at a time. Raises a `RewardError` if this machine cannot."""
+
+    def __init__(self, settings: SandboxConfig) -> None:
+        limits = sandbox.read_limits(settings)
+        check_requirements(sandbox_url=settings.url, require=settings.require)
+        run = functools.partial(sandbox_fusion.run, url=settings.url) if settings.url else sandbox.run
+        limits = replace(limits, output_bytes=min(limits.output_bytes, _MAX_OUTPUT))
+        self._run = functools.partial(run, limits=limits)
+        cores = len(os.sched_getaffinity(0))
+        self._threads = ThreadPoolExecutor(settings.max_programs or 2 * cores, thread_name_prefix="python-tool")
+        if (probe := self._run(_PROBE)).stdout != "42\n":
+            raise RewardError(f"sandbox: a program that prints 42 ended with {probe.status}: {probe.stderr[-300:]}")
+
+    async def run(self, code: str) -> str:
+        """Return what a program prints; raise `ToolError` for its mistakes, `ToolFailureError` if it could not run."""
+        try:
+            result = await asyncio.wrap_future(self._threads.submit(self._run, code))
+        except (RewardError, OSError) as error:
+            raise ToolFailureError(f"the sandbox failed: {error}") from error
+        if result.status == "ok":
+            return result.stdout or "(no output)"
+        reason = result.stderr.strip() if result.status == "error" else f"the program was ended: {result.status}"
+        raise ToolError("\n".join(filter(None, [result.stdout.strip(), reason])))
+
+
+_interpreters: list[Interpreter] = []
+
+
+def get_interpreter() -> Interpreter:
+    """Return the interpreter of this process, with default settings unless it was started with others."""
+    return _interpreters[-1] if _interpreters else start_interpreter(SandboxConfig())
+
+
+def start_interpreter(settings: SandboxConfig) -> Interpreter:
+    """Use these settings in this process from now on; raise a `RewardError` if they do not work on this machine."""
+    _interpreters[:] = [Interpreter(settings)]
+    return _interpreters[-1]

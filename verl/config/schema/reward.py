@@ -67,6 +67,8 @@ class SandboxConfig(Section):
     """Maximum processes and threads of a program."""
     output_mb: Count = setting(8, unit="MB")
     """Maximum output of a program."""
+    max_programs: Count | None = setting(None, unit="programs")
+    """Programs of the Python tool that an episode worker runs at once, others wait; null: 2 per core."""
     require: Literal["bubblewrap", "namespaces", "limits"] = setting("namespaces", only_if=_IS_LOCAL)
     """Weakest isolation to accept: a run does not start on a machine that offers less."""
 
@@ -124,7 +126,9 @@ class RewardConfig(Section):
     reward_model: RewardModelConfig = section(
         RewardModelConfig, "A trained reward model.", only_if=needs("reward.reward_model.enable")
     )
-    sandbox: SandboxConfig = section(SandboxConfig, "Where and how generated programs run (code with tests).")
+    sandbox: SandboxConfig = section(
+        SandboxConfig, "Where and how generated programs run (tests of code, the Python tool)."
+    )
     code: CodeConfig = section(CodeConfig, "The built-in code scorer.")
     overlong_buffer: OverlongBuffer = section(
         OverlongBuffer, "Overlong reward shaping (DAPO).", only_if=needs("reward.overlong_buffer.enable")

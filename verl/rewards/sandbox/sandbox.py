@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.config.schema.reward import SandboxConfig
 from verl.errors import RewardError
 from verl.rewards.process_usage import (
     exceeds_disk,
@@ -58,6 +59,16 @@ class Limits:
     file_bytes: int = 16 << 20
     disk_bytes: int = 64 << 20
     output_bytes: int = 8 << 20
+
+
+def read_limits(settings: SandboxConfig) -> Limits:
+    """Return the limits of `reward.sandbox.*`."""
+    return Limits(
+        seconds=settings.seconds,
+        memory_bytes=settings.memory_mb << 20,
+        processes=settings.processes,
+        output_bytes=settings.output_mb << 20,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from verl.config.schema.reward import RewardConfig
 from verl.config.schema.root import Config
 from verl.rewards.compose import get_label
 from verl.rewards.reward_function import pack_function
-from verl.rewards.sandbox.sandbox import Limits
+from verl.rewards.sandbox.sandbox import read_limits
 from verl.rewards.settings import RewardFunctionSettings
 
 
@@ -62,11 +62,10 @@ def _builtin_kwargs(reward: RewardConfig) -> dict[str, dict[str, Any]]:
     sandbox, code = reward.sandbox, reward.code
     if (sandbox, code) == (type(sandbox)(), type(code)()):
         return {}
-    limits = Limits(
-        seconds=sandbox.seconds,
-        memory_bytes=sandbox.memory_mb << 20,
-        processes=sandbox.processes,
-        output_bytes=sandbox.output_mb << 20,
-    )
-    arguments = {"limits": limits, "sandbox_url": sandbox.url, "require": sandbox.require, "partial": code.partial}
+    arguments = {
+        "limits": read_limits(sandbox),
+        "sandbox_url": sandbox.url,
+        "require": sandbox.require,
+        "partial": code.partial,
+    }
     return {"verl.rewards.scorers.code": arguments}
