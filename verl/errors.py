@@ -11,6 +11,7 @@ VerlError
 └── EngineError                an engine died, rejected a request, or timed out
     └── ProcessLostError       the process behind a call is gone: its work can be repeated elsewhere
         ├── WorkerTimeoutError the process has not replied in time; it may still run
+        ├── CorruptEngineError its numbers are impossible; it still runs
         └── TrainerLostError   the process held the trained weights
 """
 
@@ -81,6 +82,10 @@ class ProcessLostError(EngineError):
 
 class WorkerTimeoutError(ProcessLostError):
     """The process behind a call has not replied in time; it may still run."""
+
+
+class CorruptEngineError(ProcessLostError):
+    """An engine returned log-probs that are not finite, or above 0. Its process still runs."""
 
 
 class TrainerLostError(ProcessLostError):

@@ -12,7 +12,9 @@ from functools import partial
 from random import random
 from typing import Generic, Protocol, TypeVar
 
-from verl.errors import EngineError, ProcessLostError, WorkerTimeoutError
+import numpy as np
+
+from verl.errors import CorruptEngineError, EngineError, ProcessLostError, WorkerTimeoutError
 from verl.rollout.engine import EngineView, ManagedEngine
 from verl.types import Completion, SamplingParams
 from verl.waiting import with_timeout
@@ -22,6 +24,7 @@ M = TypeVar("M", bound="ReplicaHandle")
 Request = tuple[Sequence[int], SamplingParams]
 
 SPILL = 8  # requests that the engine of a prompt may be ahead of the least loaded one
+ROUNDING = 1e-3  # log-probs may exceed 0 by so much
 MAX_LOSSES = 5  # a request that ran on so many lost replicas is the likely cause
 
 
@@ -35,6 +38,19 @@ class ReplicaHandle(Protocol):
 
 class PoisonRequestError(EngineError):
     """A request was running on several replicas when they were lost, and may be what crashes them."""
+
+
+def check_completion(completion: Completion, engine_id: int) -> Completion:
+    """Return the completion with its engine; raise `CorruptEngineError` for log-probs that no model can have."""
+    logprobs = completion.logprobs
+    wrong = logprobs[~(np.isfinite(logprobs) & (logprobs <= ROUNDING))]
+    if len(wrong) or len(logprobs) != len(completion.token_ids):
+        found = f"a log-prob of {wrong[0]:g}" if len(wrong) else f"{len(logprobs)} log-probs"
+        raise CorruptEngineError(
+            f"rollout engine {engine_id} is corrupt: it returned {found} in a response of "
+            f"{len(completion.token_ids)} tokens"
+        )
+    return replace(completion, engine=engine_id)
 
 
 @dataclass(eq=False)
@@ -121,7 +137,8 @@ class ReplicaPool(ABC, Generic[M]):
                     return await self._await_reply(replica, request)
                 except ProcessLostError as error:
                     if not replica.has_left:
-                        self._set_lost(replica, str(error), hangs=isinstance(error, WorkerTimeoutError))
+                        lives_on = isinstance(error, (WorkerTimeoutError, CorruptEngineError))
+                        self._set_lost(replica, str(error), hangs=lives_on)
                         losses.append(self._describe(replica, str(error)))
                 finally:
                     request.cancel()  # no effect once it is done
@@ -262,7 +279,7 @@ class EnginePool(ReplicaPool[ManagedEngine]):
         """Return one response; engines that are lost meanwhile are invisible to the caller."""
 
         async def send(replica: Replica[ManagedEngine]) -> Completion:
-            return replace(await replica.handle.generate(token_ids, sampling), engine=replica.id)
+            return check_completion(await replica.handle.generate(token_ids, sampling), replica.id)
 
         is_first = turns is None or turns.replica_id is None
         with self._share_affinity(token_ids) if is_first else nullcontext(turns) as affinity:
@@ -312,7 +329,7 @@ class EnginePool(ReplicaPool[ManagedEngine]):
         prompts = [token_ids for token_ids, _ in batch]
 
         async def send(replica: Replica[ManagedEngine]) -> list[Completion]:
-            return [replace(each, engine=replica.id) for each in await replica.handle.generate_all(batch)]
+            return [check_completion(each, replica.id) for each in await replica.handle.generate_all(batch)]
 
         return await self._request(send, tokens, prompts, preferred)
 

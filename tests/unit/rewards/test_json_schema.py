@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -94,3 +95,39 @@ def test_a_ground_truth_that_is_not_a_schema_is_an_error(schema: object) -> None
     with pytest.raises(RewardError, match="is not a JSON schema") as raised:
         compute_score("json", GOOD, schema)
     assert "write it as JSON text" in str(raised.value)
+
+
+TREE = {"type": "array", "items": {"$ref": "#"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (TREE, "[" * 900 + "]" * 900),
+        ({"type": "string", "pattern": "^(a+)+$"}, json.dumps("a" * 60 + "!")),
+        (
+            {"type": "object", "patternProperties": {"^(a|a)*$": {}}, "additionalProperties": False},
+            json.dumps({"a" * 60 + "!": 1}),
+        ),
+        ({"type": "number", "multipleOf": 0.01}, "1" + "0" * 4000),
+    ],
+    ids=["deep", "pattern", "key", "number"],
+)
+def test_a_response_that_is_too_deep_or_slow_to_check_scores_zero(schema: object, text: str) -> None:
+    start = time.process_time()
+    assert compute_score("s", text, json.dumps(schema))["score"] == 0.0
+    assert time.process_time() - start < 10
+
+
+def test_a_long_list_of_unique_items_does_not_take_forever() -> None:
+    items = json.dumps([{"a": index} for index in range(20_000)])
+    start = time.process_time()
+    compute_score("s", items, json.dumps({"uniqueItems": True}))
+    assert time.process_time() - start < 10
+
+
+def test_patterns_of_usual_schemas_work_as_before() -> None:
+    schema = json.dumps({"type": "object", "patternProperties": {"^x_": {"type": "string", "pattern": "b"}}})
+    assert compute_score("s", '{"x_1": "abc", "y": 1}', schema)["score"] == 1.0
+    assert compute_score("s", '{"x_1": "ac"}', schema)["score"] == 0.0
+    assert compute_score("s", '{"x_1": 1}', schema)["score"] == 0.0

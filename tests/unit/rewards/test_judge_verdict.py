@@ -180,3 +180,14 @@ def test_a_cache_of_another_user_who_would_decide_the_rewards_is_refused(tmp_pat
     os.chown(tmp_path / "judge.sqlite", 54321, -1)
     with pytest.raises(RewardError, match=r"belongs to another user \(uid 54321\).*cache="):
         JudgeCache(tmp_path / "judge.sqlite", "a").get_reply("x")
+
+
+@pytest.mark.parametrize(
+    "line", ["*" * 50_000, "the " * 20_000, "score" + " " * 50_000 + "x", "[" * 30_000 + "7" + "." * 30_000]
+)
+@pytest.mark.parametrize("verdicts", [None, {"correct": 1.0}])
+def test_no_line_of_a_judge_takes_long_to_read(line: str, verdicts: dict[str, float] | None) -> None:
+    start = time.monotonic()
+    with pytest.raises(RewardError):
+        read_verdict(line, verdicts=verdicts)
+    assert time.monotonic() - start < 0.5

@@ -179,6 +179,27 @@ async def test_an_engine_that_finishes_nothing_is_disabled_and_its_requests_are_
     assert pool.states == {0: LOST, 1: READY}
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf"), 0.5])
+def test_an_engine_with_impossible_log_probs_is_disabled_and_its_requests_are_retried(wrong: float) -> None:
+    class Corrupt(Engine):
+        async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+            completion = await super().generate(token_ids, sampling)
+            completion.logprobs[-1] = wrong
+            return completion
+
+    async def play() -> None:
+        engines = [Corrupt(), Engine()]
+        pool = ObservedPool(EngineView.of(engines))
+        replies = await asyncio.gather(*(pool.generate([1, 2, token], SHORT) for token in range(2)))
+        batch = await pool.generate_all([([1], SHORT)] * 2)
+        await asyncio.sleep(10)
+        assert [reply.engine for reply in [*replies, *batch]] == [1] * 4
+        assert f"it returned a log-prob of {wrong:g} in a response of 4 tokens" in engines[0].was_shut
+        assert pool.states == {0: LOST, 1: READY}
+
+    simulate(play())
+
+
 @in_simulated_time
 async def test_a_request_that_waits_behind_others_is_not_taken_for_a_hang() -> None:
     class OneAtATime(Engine):

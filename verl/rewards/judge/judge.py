@@ -40,6 +40,7 @@ _MARKS = r"[\s*_#>`\"'.:=\[\](){}$\\-]*"
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _SCORE = re.compile(rf"{_MARKS}(?P<label>{_LABEL})?{_MARKS}?{_NUMBER}(?:\s*(?:/|out of)\s*{_NUMBER})?{_MARKS}", re.I)
 _FENCED = re.compile(r"\s*```(?:json)?\s*(\{.*\})\s*```\s*", re.DOTALL)
+_MAX_VERDICT = 200  # characters
 _FIX = "ask for this form in prompt=..., or allow longer replies with options={max_tokens: 2048}"
 
 
@@ -97,6 +98,7 @@ def read_verdict(reply: str, scale: float = 10.0, verdicts: Mapping[str, float] 
     """
     excerpt = repr(reply if len(reply) <= 200 else f"... {reply[-200:]}")
     line = _find_verdict(reply)
+    line = line if len(line) <= _MAX_VERDICT else ""  # the time of the patterns grows faster than the length
     if verdicts:
         values = {word.casefold(): float(value) for word, value in verdicts.items()}
         words = "|".join(map(re.escape, values))

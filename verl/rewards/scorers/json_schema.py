@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NoReturn
 
 from verl.errors import RewardError
+from verl.rewards.scorers.math_limits import TooLongError, limit_cpu_time
 
+MAX_CPU_S = 5.0  # for one response; exceeding the timeout of a response would be a failure
+MAX_PATTERN_S = 1.0  # for one text and pattern
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
 
 
@@ -29,9 +33,12 @@ def compute_score(
     from referencing.exceptions import Unresolvable
 
     try:
-        valid = float(validator.is_valid(value))
+        with limit_cpu_time(MAX_CPU_S):
+            valid = float(validator.is_valid(value))
     except Unresolvable as error:
         raise _schema_error(data_source, text, error) from error
+    except (RecursionError, TooLongError, TimeoutError, ArithmeticError):  # no valid response needs as much
+        valid = 0.0
     return {"score": valid, "acc": valid, "parsed": 1.0}
 
 
@@ -48,7 +55,7 @@ def extract_json(text: str) -> str:
 @lru_cache(maxsize=256)
 def _validator(data_source: str, text: str) -> Any:
     from jsonschema import SchemaError
-    from jsonschema.validators import validator_for
+    from jsonschema.validators import extend, validator_for
     from referencing import Registry
 
     try:
@@ -57,7 +64,31 @@ def _validator(data_source: str, text: str) -> Any:
         kind.check_schema(schema)
     except (ValueError, TypeError, AttributeError, SchemaError) as error:
         raise _schema_error(data_source, text, error) from error
+    patterns = {"pattern": _check_pattern, "patternProperties": _check_pattern_properties}
+    kind = extend(kind, patterns)
     return kind(schema, registry=Registry())  # an empty registry: a $ref is never fetched from the network
+
+
+def _check_pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Any]:
+    """Match a pattern with a timeout, which the module `re` does not have."""
+    from jsonschema import ValidationError
+
+    if validator.is_type(value, "string") and not _search(pattern, value):
+        yield ValidationError(f"{value!r} does not match {pattern!r}")
+
+
+def _check_pattern_properties(validator: Any, patterns: Any, value: Any, schema: Any) -> Iterator[Any]:
+    if validator.is_type(value, "object"):
+        for pattern, subschema in patterns.items():
+            for key, each in value.items():
+                if _search(pattern, key):
+                    yield from validator.descend(each, subschema, path=key, schema_path=pattern)
+
+
+def _search(pattern: str, text: str) -> bool:
+    import regex
+
+    return regex.search(pattern, text, timeout=MAX_PATTERN_S) is not None
 
 
 def _schema_error(data_source: str, text: str, error: Exception) -> RewardError:

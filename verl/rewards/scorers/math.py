@@ -27,6 +27,7 @@ from verl.rewards.scorers.math_limits import (
     is_contradiction,
     limit_cpu_time,
 )
+from verl.rewards.scorers.units import read_unit
 
 MAX_LENGTH = 1_000  # characters
 MAX_CPU_S = 5.0  # for one answer; exceeding the timeout of a response would be a failure
@@ -35,6 +36,9 @@ MAX_DEPTH = 12  # of brackets: the time of the parser grows exponentially with i
 _UNEVALUATED = ("Sum", "Product", "Integral", "Limit", "Derivative")
 # Evaluated while parsing, so its size must be checked before.
 _BASE = re.compile(r"\d\s*_\s*\{?\s*(\d+)")
+_SPACE = r"(?:\s|~|\\[,;:! ])+"
+_DIGIT_GROUPS = re.compile(rf"(?<![\d.,^_])\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!{_SPACE}?\d)")
+_ADJACENT_NUMBERS = re.compile(rf"\d{_SPACE}\d")  # a product or a mixed number for math-verify: 1 0 is 0, 10 20 is 30
 _TOO_LARGE = re.compile(r"binom\s*\{[^{}]*(?:\d{6}|binom)|sqrt\s*\[[^]]*(?:\d{4}|[!^\\])|(?:gcd|lcm).*[!^]")
 
 
@@ -66,8 +70,10 @@ def _compare(data_source: str, ground_truth: str, truth: _Answer, answer: _Answe
         )
     if answer.value is None or (_is_unevaluated(answer.value) and not _is_unevaluated(truth.value)):
         return _result(is_parsed=answer.value is not None)
-    bases = _BASE.findall(answer.text)  # math-verify drops bases
+    bases, units = _BASE.findall(answer.text), (read_unit(truth.text), read_unit(answer.text))  # math-verify drops both
     if is_contradiction(answer.value) or (bases and bases != _BASE.findall(truth.text)):
+        return _result()
+    if None not in units and units[0] != units[1]:
         return _result()
     if not truth.is_percent and not answer.is_percent and differ_at_a_point(truth.value, answer.value):
         return _result()
@@ -118,6 +124,9 @@ def _parse(answer: str) -> _Answer:
     text = " ".join(answer.replace("$", " ").split())
     is_percent = re.search(r"%\W*$", text) is not None
     text = re.sub(r"\s*\\?%", "", text)  # math-verify 0.9 fails silently on a percent sign
+    text = _DIGIT_GROUPS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
+    if _ADJACENT_NUMBERS.search(text):
+        return _Answer(text, None, is_percent)
     if not text or len(text) > MAX_LENGTH or _bracket_depth(text) > MAX_DEPTH or _TOO_LARGE.search(text):
         return _Answer(text, None, is_percent)
     try:
