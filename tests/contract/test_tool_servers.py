@@ -22,6 +22,7 @@ from tiny import chat_tokenizer
 
 from verl.agents.agent_episode import AgentEpisode
 from verl.agents.errors import ToolError, ToolFailureError
+from verl.agents.tools import mcp_servers
 from verl.agents.tools.function_tools import Tool, call_tool
 from verl.agents.tools.mcp_servers import McpSession, StdioServer
 from verl.agents.tools.sources import ToolSource, load_sources
@@ -357,6 +358,24 @@ async def test_fifty_episodes_at_once(start: Callable[[str], Server], kind: str)
     check_closed(server)
     assert len(server.list_events("open")) == (0 if kind == "json" else 50)
     assert list_connections() <= connections
+
+
+async def test_an_episode_waits_until_a_process_is_free(
+    start: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp_servers, "MAX_PROCESSES", 2)
+    source, most = start("stdio").load(), 0
+
+    async def play(number: int) -> None:
+        nonlocal most
+        async with source.open({}) as tools:
+            note = next(tool for tool in tools if tool.schema["function"]["name"] == "note")
+            await note.call({"text": str(number)}, 60)
+            most = max(most, len(list_stdio_processes()))
+
+    await asyncio.gather(*(play(number) for number in range(6)))
+    assert most == 2
+    assert not list_stdio_processes()
 
 
 def test_a_server_that_does_not_run_is_refused_at_once() -> None:

@@ -13,7 +13,7 @@ from verl.agents.builtin_agents import Agent, EnvironmentAgent, Task, ToolAgent,
 from verl.agents.chat_model import ChatModel
 from verl.agents.deterministic_batcher import Generate
 from verl.agents.episode import single_turn
-from verl.agents.errors import EpisodeLimitError, ToolFailureError
+from verl.agents.errors import EpisodeLimitError, LoopBlockedError, ToolFailureError
 from verl.agents.formats import FORMATS, detect_format
 from verl.agents.formats.tool_calls import Parse
 from verl.agents.gateway.agents import GatewayAgents
@@ -21,7 +21,7 @@ from verl.agents.python_tool import python, start_interpreter
 from verl.agents.rendering import ChatRenderer
 from verl.agents.tools.sources import ToolSource, load_sources
 from verl.agents.transcript import Transcript
-from verl.agents.user_code import survive_exit
+from verl.agents.user_code import ends_in_time
 from verl.config.batch_sizes import get_max_sequence_tokens
 from verl.config.schema import Config
 from verl.config.schema.conditions import ROLLOUT
@@ -100,7 +100,8 @@ class AgentEpisode:
         if name == "single_turn":
             return await single_turn(prompt, generate, sampling)
         agent, task = self._agents[name], make_task(prompt)
-        for attempt in range(ATTEMPTS):
+        attempts = 0
+        while attempts < ATTEMPTS:
             model = ChatModel(
                 generate,
                 self._renderer,
@@ -110,16 +111,20 @@ class AgentEpisode:
                 max_turns=self._settings.max_turns,
                 branch_per_turn=self._settings.use_inference_chat_template,
             )
-            transcript = await self._play(agent, task, model)
+            try:
+                transcript = await self._play(agent, task, model)
+            except LoopBlockedError:  # whoever blocked the loop of this episode cannot do so again
+                continue
+            attempts += 1
             transcript.metrics |= {
                 "episode/turns": float(len(transcript.turns)),
-                "episode/attempts": float(attempt + 1),
+                "episode/attempts": float(attempts),
                 "episode/truncated": float(transcript.is_truncated),
             }
             if transcript.failure is None:
                 break
             transcript.score = None
-            _log.warning("attempt %d of an episode failed: %s", attempt + 1, transcript.failure.message)
+            _log.warning("attempt %d of an episode failed: %s", attempts, transcript.failure.message)
         return transcript
 
     async def close(self) -> None:
@@ -131,16 +136,16 @@ class AgentEpisode:
 
     async def _play(self, agent: Agent, task: Task, model: ChatModel) -> Transcript:
         """Return the transcript of one attempt. Stop waiting for an agent that exceeds its timeout."""
-        playing = asyncio.ensure_future(survive_exit(agent(task, model)))
+        playing = asyncio.ensure_future(agent(task, model))
         # Nobody awaits an agent that exceeded its timeout.
         playing.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            done, _ = await asyncio.wait([playing], timeout=self._settings.deadline_s)
+            is_done = await ends_in_time(playing, self._settings.deadline_s)
         finally:
             playing.cancel()  # no effect once it is done
             model.close()
         transcript = model.transcript
-        if not done:
+        if not is_done:
             transcript.is_truncated = True
             transcript.metrics["episode/deadline_exceeded"] = 1.0
             if not transcript.turns:
@@ -152,7 +157,7 @@ class AgentEpisode:
                 transcript.score = score
             if not transcript.turns:
                 transcript.failure = Failed("error", f"the agent {name} ended without a reply of the model")
-        except ConfigError:
+        except (ConfigError, LoopBlockedError):
             raise
         except EpisodeLimitError:
             transcript.is_truncated = True

@@ -11,7 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.agents.chat_model import ChatModel, Reply
 from verl.agents.errors import EpisodeLimitError, ToolError, ToolFailureError
@@ -20,9 +20,10 @@ from verl.agents.messages import Message
 from verl.agents.tools.function_tools import Tool, call_tool
 from verl.agents.tools.results import ToolResult, truncate_text
 from verl.agents.tools.sources import ToolSource
-from verl.agents.user_code import call_method, close_quietly, run_with_timeout
+from verl.agents.user_code import UserCode, call_method, close_quietly, run_with_timeout
 from verl.config.schema.rollout import MultiTurnConfig
 
+T = TypeVar("T")
 UNREADABLE = "invalid00"  # the id of a call that cannot be parsed; some templates require 9 letters or digits
 
 
@@ -153,21 +154,23 @@ class EnvironmentAgent:
         self._settings, self._make = settings, make
 
     async def __call__(self, task: Task, model: ChatModel) -> float | None:
-        environment = self._make()
         model.transcript.score = 0.0  # added to the rewards of the turns, however the episode ends
-        try:
-            messages = to_messages(await self._call(environment.reset, {"prompt": task.messages, **task.row}))
-            await self._play(environment, messages or list(task.messages), model)
-        finally:
-            if hasattr(environment, "close"):
-                await close_quietly(environment.close, timeout_s=self._settings.tool_deadline_s)
+        with UserCode(self._make) as code:
+            environment = await self._call(code, lambda value: value, self._make)
+            try:
+                row = {"prompt": task.messages, **task.row}
+                messages = await self._call(code, to_messages, environment.reset, row)
+                await self._play(code, environment, messages or list(task.messages), model)
+            finally:
+                if hasattr(environment, "close"):
+                    await close_quietly(code, environment.close, timeout_s=self._settings.tool_deadline_s)
         return 0.0
 
-    async def _play(self, environment: Any, messages: list[dict[str, Any]], model: ChatModel) -> None:
+    async def _play(self, code: UserCode, environment: Any, messages: list[dict[str, Any]], model: ChatModel) -> None:
         limit, steps = self._settings.max_user_turns, 0
         while True:
             reply = await model.chat(messages, ())
-            step = to_step(await self._call(environment.step, reply))
+            step = await self._call(code, to_step, environment.step, reply)
             reply.turn.reward += check_reward(step.reward)
             model.transcript.metrics |= step.metrics
             messages = [*messages, reply.message, *map(dict, step.messages)]
@@ -180,11 +183,20 @@ class EnvironmentAgent:
             if limit is not None and steps >= limit:
                 raise EpisodeLimitError(f"{limit} turns of the environment")
 
-    async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the environment. An exception is a failure, never a mistake of the model."""
-        name = f"{type(getattr(method, '__self__', method)).__name__}.{method.__name__}"
+    async def _call(self, code: UserCode, convert: Callable[[Any], T], method: Callable[..., Any], *args: Any) -> T:
+        """Call a method of the environment, and convert its result where the method runs: both are the user's code.
+
+        An exception is a failure, never a mistake of the model.
+        """
+
+        async def call() -> T:
+            return convert(await call_method(method, *args))
+
+        owner = getattr(method, "__self__", None)
+        name = getattr(method, "__name__", "the environment")
+        name = name if owner is None else f"{type(owner).__name__}.{name}"
         try:
-            return await run_with_timeout(call_method(method, *args), self._settings.tool_deadline_s, name)
+            return await run_with_timeout(code.run(call), self._settings.tool_deadline_s, name)
         except ToolFailureError:
             raise
         except Exception as error:  # the user's code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -81,6 +82,7 @@ class ChatModel:
         self._reply_keys: set[str] = set()  # without the messages before them
         self._requests = self._failed_requests = 0
         self._is_closed = False
+        self.loop = asyncio.get_running_loop()  # of the engines
         self.transcript = Transcript()
 
     async def chat(
@@ -90,7 +92,16 @@ class ChatModel:
         *,
         max_tokens: int | None = None,
     ) -> Reply:
-        """Return the model's reply. `max_tokens` may shorten the reply; the run decides how tokens are sampled."""
+        """Return the model's reply. `max_tokens` may shorten the reply; the run decides how tokens are sampled.
+
+        Agents of the user call it from event loops of their own.
+        """
+        reply = self._chat(messages, tools, max_tokens)
+        if asyncio.get_running_loop() is self.loop:
+            return await reply
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(reply, self.loop))
+
+    async def _chat(self, messages: Sequence[Message], tools: Sequence[Tool | Schema], max_tokens: int | None) -> Reply:
         return self.record(await self.request(messages, tools, max_tokens=max_tokens))
 
     async def request(

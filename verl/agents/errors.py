@@ -15,6 +15,10 @@ class ToolFailureError(Exception):
     """A tool or environment failed without a mistake of the model. The episode is repeated once, then discarded."""
 
 
+class LoopBlockedError(ToolFailureError):
+    """Other code blocked the event loop of a call. The episode is repeated, which does not count as an attempt."""
+
+
 def classify_error(error: BaseException) -> ToolError | ToolFailureError:
     """Convert an exception of a tool: failed I/O is a failure, anything else a mistake in the model's arguments."""
     if isinstance(error, (ToolError, ToolFailureError)):

@@ -1,35 +1,219 @@
-"""Calls coroutines and blocking methods of the user so that none of them can stall the episodes of a worker.
+"""Runs code of the user off the event loop of the worker, so that timeouts hold whatever the code does.
 
-Coroutines run on the worker's event loop. Methods of objects with state run in this process, each call in a thread of
-its own, which is abandoned at its timeout. Tool functions that block run in processes (`tools/processes.py`).
+Coroutines share an event loop in a thread of its own, and thereby their clients and locks. A coroutine that blocks this
+loop beyond the timeout of a call is reported with its stack, and the loop is replaced: the other calls raise
+`LoopBlockedError`, so that their episodes are repeated, and the code that blocked gets event loops of its own from then
+on. A function that is not a coroutine gets a thread for each call; tool functions that block run in processes
+(`tools/processes.py`).
+
+A thread cannot be killed. Code that exceeds its timeout is asked to end, and while `MAX_ABANDONED` calls have not
+ended, no further one starts. Code that holds the GIL, such as a regular expression that backtracks, stalls the process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
 import logging
+import sys
 import threading
+import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from verl.agents.errors import ToolFailureError
+from verl.agents.errors import LoopBlockedError, ToolFailureError
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 SETTING = "actor_rollout_ref.rollout.multi_turn.tool_deadline_s"
+PING_S = 0.3  # a loop that does not respond for so long when a call exceeds its timeout is blocked
+WATCH_S = 5.0  # as is one that does not respond for so long at any time
+MAX_ABANDONED = 32  # per worker
+_SETTLE_S = 0.05  # in which calls of a replaced loop raise
+
+
+class Abandoned(BaseException):
+    """Raised in a thread whose call exceeded its timeout. User code that catches `Exception` does not catch it."""
+
+
+class Call:
+    """A call of user code in a thread."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.task: asyncio.Task[Any] | None = None  # on an event loop
+        self.waiter: asyncio.Future[Any] | None = None  # on the event loop of the worker
+        self.is_held_up = self._has_ended = False
+
+    def abandon(self) -> None:
+        """Count a call for which nobody waits any longer until it ends."""
+        _abandoned[self] = None
+        if self._has_ended:
+            _abandoned.pop(self, None)
+
+    def end(self) -> None:
+        self._has_ended = True
+        _abandoned.pop(self, None)
+
+
+class UserLoop:
+    """An event loop for coroutines of the user, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._calls: dict[Call, None] = {}  # in order
+        self._is_retired = False
+        self._watching: asyncio.Task[bool] | None = None
+        self._thread = threading.Thread(target=self._serve, name="user-code", daemon=True)
+        self._thread.start()
+
+    async def run(self, owner: str, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        """Return the result of a coroutine function. Raise `LoopBlockedError` if another call blocks the loop."""
+        _refuse_if_stuck()
+        call = Call(owner)
+        self._calls[call] = None
+        work = self._track(call, function, *args, **kwargs)
+        call.waiter = waiter = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        try:
+            while not (await asyncio.wait([waiter], timeout=WATCH_S))[0]:
+                if self._watching is None or self._watching.done():
+                    self._watching = asyncio.ensure_future(replace_blocked_loop(WATCH_S))
+            return waiter.result()
+        except asyncio.CancelledError:
+            if call.is_held_up:
+                raise LoopBlockedError(f"{owner} was held up by code that blocks its event loop") from None
+            self._abandon(call)
+            raise
+
+    async def _track(self, call: Call, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+        call.task = asyncio.current_task()
+        try:
+            return await survive_exit(function(*args, **kwargs))
+        finally:
+            call.end()
+            self._calls.pop(call, None)
+            self._stop_if_done()
+
+    def _abandon(self, call: Call) -> None:
+        assert call.waiter is not None
+        call.waiter.cancel()  # cancels the coroutine, which may take note of it or not
+        if call in self._calls:
+            call.abandon()
+        if self is not _shared and call.task is not None and asyncio.current_task(self._loop) is call.task:
+            _interrupt(self._thread)
+
+    async def responds(self, timeout_s: float) -> bool:
+        answer = Future[None]()
+        self._loop.call_soon_threadsafe(answer.set_result, None)
+        return bool((await asyncio.wait([asyncio.wrap_future(answer)], timeout=timeout_s))[0])
+
+    def replace(self) -> None:
+        """Report what blocks the loop, and end all other calls: their episodes are repeated on another loop.
+
+        If a callback or a task that user code has started blocks the loop, nobody knows to which call it belongs.
+        """
+        current, calls = asyncio.current_task(self._loop), list(self._calls)
+        culprits = [call for call in calls if call.task is current and current is not None]
+        owners = {call.owner for call in culprits or calls}
+        _blocking.update(owners)
+        _log.warning(
+            "%s blocks the event loop of the user's coroutines, and gets event loops of its own from now on; %d other "
+            "calls are repeated. Use await, or asyncio.to_thread, or do not declare it async. It is here:\n%s",
+            " or ".join(sorted(owners)) or "a callback",
+            len(calls) - len(culprits),
+            describe_stack(self._thread),
+        )
+        for call in calls:
+            if call not in culprits and call.waiter is not None:
+                call.is_held_up = True
+                call.waiter.get_loop().call_soon_threadsafe(call.waiter.cancel)
+        self.retire()
+
+    def retire(self) -> None:
+        """End the thread when the last call has ended."""
+        self._is_retired = True
+        self._loop.call_soon_threadsafe(self._stop_if_done)
+
+    def _stop_if_done(self) -> None:
+        if self._is_retired and not self._calls:
+            self._loop.stop()
+
+    def _serve(self) -> None:
+        while not self._is_retired or self._calls:
+            with suppress(BaseException):  # a task that exits, or stops the loop, does not end it for others
+                self._loop.run_forever()
+        with suppress(BaseException):
+            self._loop.run_until_complete(_cancel_all())
+            self._loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_shared: UserLoop | None = None
+_blocking: set[str] = set()  # owners that have blocked the shared loop
+_abandoned: dict[Call, None] = {}
+
+
+class UserCode:
+    """The code of a function or class of the user in one episode. All of its coroutines run on the same event loop."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = f"{getattr(owner, '__module__', '')}.{getattr(owner, '__qualname__', type(owner).__qualname__)}"
+        self._loop: UserLoop | None = None
+
+    def __enter__(self) -> UserCode:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._loop is not None and self._loop is not _shared:
+            self._loop.retire()
+
+    async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function, which may be a coroutine function, return an awaitable, or block."""
+        global _shared
+        if self._loop is None and self._owner in _blocking:
+            self._loop = UserLoop()
+        elif self._loop is None:
+            self._loop = _shared = _shared or UserLoop()
+        return await self._loop.run(self._owner, call_method, function, *args, **kwargs)
+
+
+async def replace_blocked_loop(timeout_s: float = PING_S) -> bool:
+    """Replace the shared loop if it does not respond in time, and return whether it did not."""
+    global _shared
+    loop = _shared
+    if loop is None or await loop.responds(timeout_s):
+        return False
+    if loop is _shared:
+        _shared = None
+        loop.replace()
+    return True
+
+
+async def ends_in_time(task: asyncio.Future[Any], timeout_s: float) -> bool:
+    """Return whether a task ends in time. A task that blocking code has held up ends with `LoopBlockedError`."""
+    done, _ = await asyncio.wait([task], timeout=timeout_s)
+    if not done and await replace_blocked_loop():
+        done, _ = await asyncio.wait([task], timeout=_SETTLE_S)
+    return bool(done)
 
 
 async def run_with_timeout(work: Awaitable[T], timeout_s: float, name: str) -> T:
     """Return the result, or raise `ToolFailureError` after the timeout, even if the work ignores its cancellation."""
-    task = asyncio.ensure_future(survive_exit(work))
+    task = asyncio.ensure_future(work)
     try:
-        done, _ = await asyncio.wait([task], timeout=timeout_s)
+        if not await ends_in_time(task, timeout_s):
+            raise ToolFailureError(f"{name} did not return within {timeout_s:g} s ({SETTING})")
     finally:
         task.cancel()  # no effect once it is done
-    if not done:
-        raise ToolFailureError(f"{name} did not return within {timeout_s:g} s ({SETTING})")
     return task.result()
 
 
@@ -41,17 +225,19 @@ async def survive_exit(work: Awaitable[T]) -> T:
         raise RuntimeError(f"sys.exit({error.code!r})") from error
 
 
-async def close_quietly(method: Callable[..., Any], *args: Any, timeout_s: float, **kwargs: Any) -> None:
+async def close_quietly(
+    code: UserCode, method: Callable[..., Any], *args: Any, timeout_s: float, **kwargs: Any
+) -> None:
     """Call a method that releases something. Log its failure, which does not change the result of the episode."""
     name = getattr(method, "__qualname__", "close")
     try:
-        await run_with_timeout(call_method(method, *args, **kwargs), timeout_s, name)
+        await run_with_timeout(code.run(method, *args, **kwargs), timeout_s, name)
     except Exception as error:  # noqa: BLE001 - the user's code
         _log.warning("%s failed: %s: %s", name, type(error).__name__, error)
 
 
 async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method, which may be a coroutine function, return an awaitable, or block."""
+    """Call a method, which may be a coroutine function, return an awaitable, or block, on the current event loop."""
     if inspect.iscoroutinefunction(method):
         return await method(*args, **kwargs)
     result = await run_in_thread(lambda: method(*args, **kwargs))
@@ -60,7 +246,8 @@ async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def run_in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     """Call a function in a new thread. Unlike threads of an executor, a thread that never ends delays no other call."""
-    result: Future[T] = Future()
+    _refuse_if_stuck()
+    call, result = Call(getattr(function, "__qualname__", "a function")), Future[T]()
     result.set_running_or_notify_cancel()  # cancelling the call does not end the thread
 
     def run() -> None:
@@ -72,6 +259,37 @@ def run_in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
             result.set_exception(RuntimeError(repr(error)))
         except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             result.set_exception(error)
+        finally:
+            call.end()
 
-    threading.Thread(target=run, daemon=True, name="agent-call").start()
-    return asyncio.wrap_future(result)
+    def abandon(waiter: asyncio.Future[T]) -> None:
+        if waiter.cancelled() and not result.done():
+            _log.warning("a call exceeded its timeout and has not ended. It is here:\n%s", describe_stack(thread))
+            call.abandon()
+            _interrupt(thread)
+
+    thread = threading.Thread(target=run, daemon=True, name="agent-call")
+    thread.start()
+    waiter = asyncio.wrap_future(result)
+    waiter.add_done_callback(abandon)
+    return waiter
+
+
+def describe_stack(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)[-8:]).rstrip()
+
+
+def _refuse_if_stuck() -> None:
+    if len(_abandoned) >= MAX_ABANDONED:
+        owners = ", ".join(sorted({call.owner for call in list(_abandoned)}))
+        raise ToolFailureError(
+            f"{len(_abandoned)} calls that exceeded their timeout have not ended, so no further one starts: {owners}; "
+            "let the code end by itself, with timeouts of its own"
+        )
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    """Raise `Abandoned` in a thread when it next runs Python code; a blocking system call returns first."""
+    if thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Abandoned))

@@ -569,11 +569,13 @@ async def test_an_agent_that_does_not_end_is_abandoned(is_sync: bool) -> None:
     def linger(task: Task, base_url: str, api_key: str) -> float:
         with OpenAI(base_url=base_url, api_key=api_key) as client:
             client.chat.completions.create(model="any", messages=task.messages)
-            release.wait(60)
             try:
-                client.chat.completions.create(model="any", messages=task.messages)
-            except openai.APIStatusError as error:
-                status.append(error.status_code)
+                release.wait(60)
+            finally:  # the thread is asked to end
+                try:
+                    client.chat.completions.create(model="any", messages=task.messages)
+                except openai.APIStatusError as error:
+                    status.append(error.status_code)
         return 1.0
 
     async def linger_in_loop(task: Task, base_url: str, api_key: str) -> float:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agents.builtin_agents import Agent, Task
 from verl.agents.chat_model import ChatModel, Reply
-from verl.agents.user_code import run_in_thread
+from verl.agents.user_code import UserCode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 class BlockingModel:
     """The model of an episode, for code without `async`."""
 
-    def __init__(self, model: ChatModel, loop: asyncio.AbstractEventLoop) -> None:
-        self._model, self._loop = model, loop
+    def __init__(self, model: ChatModel) -> None:
+        self._model = model
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> Reply:
         request = self._model.chat(messages, max_tokens=max_tokens)
-        return asyncio.run_coroutine_threadsafe(request, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(request, self._model.loop).result()
 
 
 def format_conversation(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -58,15 +58,19 @@ def adapt_loop(agent: Callable[..., Any], tokenizer: PreTrainedTokenizerBase, ma
     limits = {"max_turns": max_turns} if max_turns is not None and "max_turns" in names else {}
 
     async def play(task: Task, model: ChatModel) -> float:
-        blocking = BlockingModel(model, asyncio.get_running_loop())
         prompt = read_question(task)
-        conversation, rewards = await run_in_thread(lambda: agent(blocking, tokenizer, prompt, **limits))
+
+        def run_loop() -> tuple[list[dict[str, Any]], list[float]]:
+            conversation, rewards = agent(BlockingModel(model), tokenizer, prompt, **limits)
+            return [dict(message) for message in conversation], [float(reward) for reward in rewards]
+
+        with UserCode(agent) as code:
+            model.transcript.messages, rewards = await code.run(run_loop)
         turns = model.transcript.turns
         if len(rewards) != len(turns):
             raise ValueError(f"the loop returned {len(rewards)} rewards for {len(turns)} replies of the model")
         for turn, reward in zip(turns, rewards, strict=True):
-            turn.reward += float(reward)
-        model.transcript.messages = [dict(message) for message in conversation]
+            turn.reward += reward
         return 0.0
 
     play.__name__ = getattr(agent, "__name__", "loop")

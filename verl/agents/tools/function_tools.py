@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from verl.agents.errors import ToolError, classify_error
 from verl.agents.tools.processes import call_in_process
 from verl.agents.tools.results import ToolResult, to_result
-from verl.agents.user_code import run_with_timeout
+from verl.agents.user_code import UserCode, run_with_timeout
 
 HIDDEN = "row"  # the parameter that the model does not see
 _ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
@@ -85,8 +85,12 @@ class FunctionTool:
         if HIDDEN in inspect.signature(self._function).parameters:
             values[HIDDEN] = self._row
         if inspect.iscoroutinefunction(self._function):
-            return to_result(await run_with_timeout(self._function(**values), timeout_s, self.name))
+            with UserCode(self._function) as code:
+                return await run_with_timeout(code.run(self._await_result, values), timeout_s, self.name)
         return await call_in_process(self._function, values, timeout_s)
+
+    async def _await_result(self, values: Mapping[str, Any]) -> ToolResult:
+        return to_result(await self._function(**values))
 
 
 def tool(function: Callable[..., Any]) -> FunctionTool:

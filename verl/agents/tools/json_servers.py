@@ -12,7 +12,7 @@ import json
 import math
 import ssl
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +31,8 @@ create_ssl_context = lru_cache(ssl.create_default_context)  # reading the certif
 
 class JsonSession:
     """The calls of one episode to the server below a URL."""
+
+    max_sessions = 1024
 
     def __init__(self, url: str) -> None:
         self._url, self._episode = httpx.URL(url), uuid.uuid4().hex
@@ -62,6 +64,9 @@ class JsonSession:
 
     async def close(self) -> None:
         """Do nothing: the server has no session."""
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        callback()
 
     def join(self, name: str) -> httpx.URL:
         return self._url.copy_with(path=f"{self._url.path.rstrip('/')}/{name}")

@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 CLOSE_S = 15.0  # the SDK gives a process 2 s to end, and 2 s after SIGTERM
 DELETE_S = 5.0
+MAX_PROCESSES, MAX_CONNECTIONS = 64, 1024  # of a server at once, in a worker
 MAX_PAGES = 100  # pages of a list of tools
 MAX_EVENT_BYTES = 16 << 20
 _STDERR_CHARACTERS = 600
@@ -132,6 +133,7 @@ class McpSession:
 
     def __init__(self, server: McpServer) -> None:
         self._server, self._episode = server, uuid.uuid4().hex
+        self.max_sessions = MAX_PROCESSES if isinstance(server, StdioServer) else MAX_CONNECTIONS
         self._owner: asyncio.Task[None] | None = None
         self._opening = anyio.CancelScope()
         self._is_open, self._closing = asyncio.Event(), asyncio.Event()
@@ -176,6 +178,12 @@ class McpSession:
         if not done:
             _log.warning("%s did not end its session within %g s; abandoning the session", self._server.label, CLOSE_S)
             self._owner.cancel()
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        if self._owner is None:
+            callback()
+        else:
+            self._owner.add_done_callback(lambda owner: callback())
 
     async def _open(self) -> ClientSession:
         if self._owner is None and not self._closing.is_set():

@@ -37,13 +37,18 @@ _NO_EFFECT = ("rate_limit", "timeout", "num_workers")  # options of other implem
 
 
 class ToolSession(Protocol):
-    """The calls of one episode. `close` ends the session, if there is one."""
+    """The calls of one episode. `close` ends the session, if there is one; a worker opens `max_sessions` at once."""
+
+    max_sessions: int
 
     async def list_tools(self) -> Sequence[Mapping[str, Any]]: ...
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult: ...
 
     async def close(self) -> None: ...
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when nothing of the session is left, which may be after `close` gave up."""
 
 
 class ServerTool:
@@ -58,25 +63,37 @@ class ServerTool:
 
 
 class ServerSource:
-    """The tools of a server. `start_session` returns the session of an episode."""
+    """The tools of a server. `start_session` returns the session of an episode.
 
-    def __init__(self, start_session: Callable[[], ToolSession], schemas: Sequence[Mapping[str, Any]]) -> None:
-        self._start_session, self._schemas = start_session, schemas
+    An episode waits until one of `max_sessions` is free. Each opens its sources in the same order: no two wait for
+    each other.
+    """
+
+    def __init__(
+        self, start_session: Callable[[], ToolSession], schemas: Sequence[Mapping[str, Any]], max_sessions: int
+    ) -> None:
+        self._start_session, self._schemas, self._max_sessions = start_session, schemas, max_sessions
+        self._free = asyncio.Semaphore(max_sessions)
 
     @asynccontextmanager
     async def open(self, row: Mapping[str, Any]) -> AsyncIterator[Sequence[Tool]]:
+        await self._free.acquire()
         session = self._start_session()
         try:
             yield [ServerTool(schema, session) for schema in self._schemas]
         finally:
-            await session.close()
+            try:
+                await session.close()
+            finally:
+                session.when_ended(self._free.release)
 
     def list_schemas(self) -> Sequence[Mapping[str, Any]]:
         return self._schemas
 
     def select(self, names: Sequence[str]) -> ServerSource:
         """Return the same source with only these tools."""
-        return ServerSource(self._start_session, [each for each in self._schemas if each["function"]["name"] in names])
+        selected = [each for each in self._schemas if each["function"]["name"] in names]
+        return ServerSource(self._start_session, selected, self._max_sessions)
 
 
 def load_tool_server(url: str, key: str) -> ServerSource:
@@ -130,7 +147,7 @@ def _explain_missing_mcp() -> str:
 async def _load_source(start_session: Callable[[], ToolSession]) -> ServerSource:
     session = start_session()
     try:
-        return ServerSource(start_session, await session.list_tools())
+        return ServerSource(start_session, await session.list_tools(), session.max_sessions)
     finally:
         await session.close()
 

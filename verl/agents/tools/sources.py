@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from verl.agents.tools.function_tools import FunctionTool, Tool
 from verl.agents.tools.results import ToolResult, to_result
 from verl.agents.tools.servers import load_mcp_servers, load_tool_server
-from verl.agents.user_code import call_method, close_quietly, run_with_timeout
+from verl.agents.user_code import UserCode, call_method, close_quietly, run_with_timeout
 from verl.config.schema.rollout import MultiTurnConfig
 from verl.custom_functions import PICKLE, load_file, load_function, load_pickle
 from verl.errors import ConfigError
@@ -50,10 +50,11 @@ class ClassTool:
 
     def __init__(self, instance: Any, schema: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
         self._tool, self.schema, self._kwargs = instance, schema, kwargs
+        self._code = UserCode(type(instance))
         self._id: str | None = None
 
     async def call(self, arguments: Mapping[str, Any], timeout_s: float) -> ToolResult:
-        return await run_with_timeout(self._call(arguments), timeout_s, type(self._tool).__name__)
+        return await run_with_timeout(self._code.run(self._call, arguments), timeout_s, type(self._tool).__name__)
 
     async def _call(self, arguments: Mapping[str, Any]) -> ToolResult:
         if self._id is None:
@@ -65,8 +66,10 @@ class ClassTool:
         return to_result(result)
 
     async def close(self) -> None:
-        if self._id is not None:
-            await close_quietly(self._tool.release, self._id, timeout_s=_RELEASE_S, **self._get_kwargs("release"))
+        with self._code as code:
+            if self._id is not None:
+                kwargs = self._get_kwargs("release")
+                await close_quietly(code, self._tool.release, self._id, timeout_s=_RELEASE_S, **kwargs)
 
     def _get_kwargs(self, method: str) -> dict[str, Any]:
         return dict(self._kwargs.get(f"{method}_kwargs") or {})
