@@ -16,9 +16,11 @@ from verl.agents.messages import Message, join_text, prepare_messages, read_json
 from verl.agents.rendering import ChatRenderer
 from verl.agents.tools.function_tools import Tool
 from verl.agents.transcript import Transcript, Turn
+from verl.data.lengths import count_characters
 from verl.types import Completion, SamplingParams
 
 Schema = Mapping[str, Any]
+LONG = 1 << 16  # characters, which take milliseconds to tokenize
 
 
 class InvalidRequestError(ValueError):
@@ -82,6 +84,7 @@ class ChatModel:
         self._reply_keys: set[str] = set()  # without the messages before them
         self._requests = self._failed_requests = 0
         self._is_closed = False
+        self._tokenizing = asyncio.Lock()
         self.loop = asyncio.get_running_loop()  # of the engines
         self.transcript = Transcript()
 
@@ -123,7 +126,7 @@ class ChatModel:
                 "the chat template shows no known format of tool calls; set "
                 "actor_rollout_ref.rollout.multi_turn.format to that of the model"
             )
-        parent, context, prompt_tokens = self._continue(messages, schemas)
+        parent, context, prompt_tokens = await self._tokenize(messages, schemas)
         known = [] if parent is None else parent.get_tokens()
         limit = self._count_remaining(len(known) + len(context), prompt_tokens)
         limit = limit if max_tokens is None else min(limit, max_tokens)
@@ -150,6 +153,21 @@ class ChatModel:
     def _require_open(self) -> None:
         if self._is_closed:
             raise EpisodeLimitError("the episode has ended")
+
+    async def _tokenize(
+        self, messages: Sequence[Message], schemas: Sequence[Schema]
+    ) -> tuple[Turn | None, list[int], int]:
+        """Refuse messages that are certainly too long, and tokenize long ones off the worker's event loop."""
+        size = count_characters(messages) + count_characters(schemas)
+        if size > self._max_tokens * self._renderer.longest_token:
+            raise EpisodeLimitError(f"{size:,} characters have more than {self._max_tokens:,} tokens")
+        async with self._tokenizing:  # in order: the seed of a reply follows from the number of its request
+            try:
+                if size < LONG:
+                    return self._continue(messages, schemas)
+                return await asyncio.to_thread(self._continue, messages, schemas)
+            except RecursionError:
+                raise InvalidRequestError("the messages are nested too deeply") from None
 
     def _continue(self, messages: Sequence[Message], schemas: Sequence[Schema]) -> tuple[Turn | None, list[int], int]:
         """Return the reply that the messages continue, if any, the new tokens, and the number of prompt tokens."""

@@ -19,7 +19,8 @@ def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     prepared = []
     for each in messages:
         message = {key: value for key, value in each.items() if value is not None}
-        message["content"] = join_text(message.get("content"))
+        content = join_text(message.get("content"))
+        message["content"] = replace_surrogates(content) if isinstance(content, str) else content
         if message["role"] == "developer":
             message["role"] = "system"
         if calls := message.get("tool_calls"):
@@ -42,6 +43,11 @@ def join_text(content: Any) -> Any:
     if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
         return "".join(str(part["text"]) for part in content)
     return content or ""
+
+
+def replace_surrogates(text: str) -> str:
+    """Return text that can be encoded: JSON allows lone surrogates, tokenizers do not."""
+    return text.encode(errors="replace").decode()
 
 
 def read_json(arguments: Any) -> Any:

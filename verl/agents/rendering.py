@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agents.messages import Message
 from verl.data.chat import encode, render
+from verl.data.lengths import get_longest_token
 from verl.data.special_tokens import get_special_text
 from verl.errors import ConfigError, DataError
 
@@ -37,6 +38,11 @@ class ChatRenderer:
         self._marks: dict[str, int | None] = {}
         whole = self.render_text([_ask(), {"role": "assistant", "content": _REPLY}], add_generation_prompt=False)
         self._end = whole.partition(_REPLY)[2]  # end of the last turn; templates may end other turns differently
+
+    @property
+    def longest_token(self) -> int:
+        """The number of characters of the tokenizer's longest token."""
+        return get_longest_token(self._tokenizer)
 
     def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Return a whole conversation, ending with the header of the model's reply."""

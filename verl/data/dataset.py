@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from verl.data.chat import PromptError, encode_prompts, truncate
 from verl.data.files import Files, FileSet, JsonlRows
-from verl.data.lengths import TokenCounter, measure_lengths
+from verl.data.lengths import TokenCounter, count_characters, get_longest_token, measure_lengths
 from verl.data.validate import describe_missing_column
 from verl.errors import DataError
 from verl.types import Prompt
@@ -218,13 +218,16 @@ class PromptDataset(FileSet):
         row = int(self.kept[index])
         fields = self.row(index)
         raw = fields.pop(self._options.prompt_key, None)
+        is_filtered = self._options.filter_overlong and self.is_streamed
+        if is_filtered and count_characters(raw) > self._limit * get_longest_token(self._tokenizer):
+            return None  # without tokenizing it
         try:
             token_ids, teacher_token_ids = self._encode(raw)
         except PromptError as error:
             raise DataError(f"{self.location(row)}, column '{self._options.prompt_key}': {error}") from None
         longest = max(len(token_ids), len(teacher_token_ids or ()))
         if longest > self._limit:
-            if self._options.filter_overlong and self.is_streamed:
+            if is_filtered:
                 return None
             if self._options.truncation == "error":
                 raise DataError(self._explain_too_long(row, longest, 1))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -41,6 +42,23 @@ ROWS_TO_KEEP = 10_000  # fewer are not worth caching
 MOST_PROCESSES = 8
 RENDERING = 2  # changes when the same prompt, tokenizer and template have other ids
 SETTLED_S = 2.0  # a file written more recently may change again within the resolution of its time
+
+
+@lru_cache(maxsize=8)
+def get_longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of characters of the longest token: text of N times as many has more than N tokens."""
+    return max(map(len, tokenizer.get_vocab()), default=1)
+
+
+def count_characters(value: Any) -> int:
+    """Return the number of characters of all texts in a prompt, message or schema."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return 0
+    return sum(map(count_characters, value))
 
 
 class LengthMeasurer(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -111,6 +112,7 @@ class EpisodeWorker:
         self._overlong = None  # applied in training, never in validation
         if shaping.enable and self._scores_training:
             self._overlong = OverlongPenalty(shaping.len, shaping.penalty_factor, config.data.max_response_length)
+        self._reader = ThreadPoolExecutor(1, "prompts")  # files are read by one thread
         self._latest: dict[tuple[str, str], tuple[Prompt, Sample]] = {}  # by split and data source
 
     async def start(self) -> None:
@@ -194,16 +196,21 @@ class EpisodeWorker:
 
     async def run(self, request: GroupRequest) -> list[SampleHandle] | None:
         """Return the samples of one prompt, or None if the prompt is too long and was dropped."""
-        prompt = self._datasets[request.split][request.row]
+        prompt = await self._read_prompt(request)
         return None if prompt is None else await self._run_group(request, prompt)
 
     async def run_round(self, requests: Sequence[GroupRequest]) -> list[list[SampleHandle] | None]:
         """Run several requests in deterministic batches: the same requests always return the same samples."""
-        prompts = [self._datasets[request.split][request.row] for request in requests]
+        prompts = [await self._read_prompt(request) for request in requests]
         groups = [(request, prompt) for request, prompt in zip(requests, prompts, strict=True) if prompt is not None]
         batcher = DeterministicBatcher(self._pool.generate_all, sum(request.episodes for request, _ in groups))
         samples = iter(await asyncio.gather(*(self._run_group(*group, batcher) for group in groups)))
         return [None if prompt is None else next(samples) for prompt in prompts]
+
+    async def _read_prompt(self, request: GroupRequest) -> Prompt | None:
+        """Read and tokenize a prompt in a thread: prompts may be long, and the event loop serves all episodes."""
+        read = self._datasets[request.split].__getitem__
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read, request.row)
 
     async def _run_group(
         self, request: GroupRequest, prompt: Prompt, batcher: DeterministicBatcher | None = None

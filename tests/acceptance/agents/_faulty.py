@@ -277,7 +277,7 @@ async def agent_says_nothing(task: Any, model: Any) -> float:
 
 async def agent_calls_after_the_end(task: Any, model: Any) -> float:
     async def late() -> None:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(3.0)  # the episode ends at once, on a busy machine a little later
         try:
             await model.chat(task.messages)
             LATE.append("answered")

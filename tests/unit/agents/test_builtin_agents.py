@@ -29,7 +29,7 @@ PROMPT = Prompt(
     extra_info={"values": {"red": "7"}},
     raw=[{"role": "user", "content": "What is red?"}],
 )
-TOOLS = agent_config(function_tool_path=FILE, tool_deadline_s=0.2)
+TOOLS = agent_config(function_tool_path=FILE, tool_deadline_s=1.0)
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": "red"}}\n</tool_call>'
 
 

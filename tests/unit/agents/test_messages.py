@@ -32,3 +32,8 @@ def test_messages_of_an_sdk_become_what_templates_read() -> None:
         {"role": "tool", "tool_call_id": "other", "content": "?"},
     ]
     assert call["function"]["arguments"] == '{"key": "a"}', "the messages of the agent are not changed"
+
+
+def test_lone_surrogates_are_replaced_because_tokenizers_refuse_them() -> None:
+    [message] = prepare_messages([{"role": "tool", "content": "a\ud800b"}])
+    assert message["content"] == "a?b"

@@ -9,8 +9,8 @@ The reward is optional. `{"error": "..."}` is a mistake, which the model reads. 
 from __future__ import annotations
 
 import json
-import math
 import ssl
+import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -19,9 +19,12 @@ from typing import Any
 import httpx
 
 from verl.agents.errors import ToolError, ToolFailureError
+from verl.agents.messages import replace_surrogates
 from verl.agents.tools.results import ToolResult, to_result
 from verl.redaction import redact
 
+MAX_REPLY_BYTES = 8 << 20  # far more than a model reads; parsing them takes a fraction of a second
+UNCOMPRESSED = {"Accept-Encoding": "identity"}
 CONNECT_S = 5.0  # the call has a timeout of its own
 _EXCERPT = 300
 _NOT_MODEL_ERRORS = {401, 403, 404, 405, 407, 408, 421, 425, 426, 429, 431}
@@ -39,8 +42,7 @@ class JsonSession:
 
     async def list_tools(self) -> list[Mapping[str, Any]]:
         """Return the schemas of the tools. Raise `httpx.TransportError` if the server cannot be reached."""
-        async with _make_client() as client:
-            response = await client.get(self.join("tools"))
+        response = await _send("GET", self.join("tools"))
         if not response.is_success:
             raise ToolFailureError(f"GET /tools returned HTTP {response.status_code}")
         tools = _read_json(response)
@@ -55,8 +57,7 @@ class JsonSession:
         body = {"name": name, "arguments": dict(arguments), "episode": self._episode}
         server = f"{name}: the tool server {redact(str(self._url))}"
         try:
-            async with _make_client() as client:
-                return read_reply(await client.post(self.join("call"), json=body))
+            return read_reply(await _send("POST", self.join("call"), json=body))
         except httpx.HTTPError as error:
             raise ToolFailureError(f"{server}: {type(error).__name__}: {error}") from error
         except ToolFailureError as error:
@@ -72,9 +73,31 @@ class JsonSession:
         return self._url.copy_with(path=f"{self._url.path.rstrip('/')}/{name}")
 
 
-def _make_client() -> httpx.AsyncClient:
+async def _send(method: str, url: httpx.URL, **options: Any) -> httpx.Response:
+    """Return the response to a request, whose body is read up to `MAX_REPLY_BYTES`."""
+    timeout = httpx.Timeout(None, connect=CONNECT_S)
     # A client per request: an idle connection may be closed while the next call is sent.
-    return httpx.AsyncClient(verify=create_ssl_context(), timeout=httpx.Timeout(None, connect=CONNECT_S))
+    async with (
+        httpx.AsyncClient(verify=create_ssl_context(), timeout=timeout, headers=UNCOMPRESSED) as client,
+        client.stream(method, url, **options) as response,
+    ):
+        refuse_compression(response.headers)
+        content = bytearray()
+        async for part in response.aiter_raw():
+            content += part
+            check_size(len(content))
+    return httpx.Response(response.status_code, headers=response.headers, content=bytes(content))
+
+
+def refuse_compression(headers: Mapping[str, str]) -> None:
+    """Raise `ToolFailureError` for a compressed reply: a megabyte of it may become gigabytes."""
+    if (encoding := headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
+        raise ToolFailureError(f"compresses its replies ({encoding[:40]}), although it was asked not to")
+
+
+def check_size(size: int) -> None:
+    if size > MAX_REPLY_BYTES:
+        raise ToolFailureError(f"sent a reply of more than {MAX_REPLY_BYTES:,} bytes")
 
 
 def read_reply(response: httpx.Response) -> ToolResult:
@@ -112,11 +135,6 @@ def make_schema(name: str, description: str, parameters: Mapping[str, Any]) -> M
     return {"type": "function", "function": function}
 
 
-def replace_surrogates(text: str) -> str:
-    """Return text that can be encoded: JSON allows lone surrogates, tokenizers do not."""
-    return text.encode(errors="replace").decode()
-
-
 def _read_json(response: httpx.Response) -> Any:
     try:
         return json.loads(response.content)
@@ -127,9 +145,16 @@ def _read_json(response: httpx.Response) -> Any:
 def _read_reward(reward: Any) -> float:
     if reward is None:
         return 0.0
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise ToolFailureError(f"returned the reward {reward!r}, which is not a finite number")
+    if not is_finite_number(reward):
+        raise ToolFailureError(f"returned the reward {str(reward)[:_EXCERPT]}, which is not a finite number")
     return float(reward)
+
+
+def is_finite_number(value: Any) -> bool:
+    """Return whether a value of JSON is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _to_text(value: Any) -> str:

@@ -14,13 +14,23 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 import anyio
 
 from verl.agents.errors import ToolError, ToolFailureError
-from verl.agents.tools.json_servers import CONNECT_S, create_ssl_context, make_schema, replace_surrogates
+from verl.agents.messages import replace_surrogates
+from verl.agents.tools.json_servers import (
+    CONNECT_S,
+    MAX_REPLY_BYTES,
+    UNCOMPRESSED,
+    check_size,
+    create_ssl_context,
+    make_schema,
+    refuse_compression,
+)
 from verl.agents.tools.results import ToolResult, to_result
 from verl.redaction import redact
 
@@ -34,7 +44,6 @@ CLOSE_S = 15.0  # the SDK gives a process 2 s to end, and 2 s after SIGTERM
 DELETE_S = 5.0
 MAX_PROCESSES, MAX_CONNECTIONS = 64, 1024  # of a server at once, in a worker
 MAX_PAGES = 100  # pages of a list of tools
-MAX_EVENT_BYTES = 16 << 20
 _STDERR_CHARACTERS = 600
 _EPISODE = "verl/episode"  # in the metadata of calls, for servers whose protocol has no sessions
 _owners: set[asyncio.Task[None]] = set()  # an event loop keeps only weak references to tasks
@@ -68,10 +77,15 @@ class StdioServer:
             cwd=self.cwd,
             encoding_error_handler="replace",
         )
+        limit_lines()
         with tempfile.TemporaryFile("w+") as stderr:
             try:
-                async with stdio_client(parameters, stderr) as streams, _start_session(streams) as session:
-                    yield session
+                with anyio.CancelScope() as connection:
+                    _end_connection.set(connection.cancel)
+                    async with stdio_client(parameters, stderr) as streams, _start_session(streams) as session:
+                        yield session
+                if connection.cancelled_caught:
+                    raise ToolFailureError(f"sent a reply of more than {MAX_REPLY_BYTES:,} bytes")
             except Exception as error:  # the SDK raises exception groups of any kind
                 raise ToolFailureError(_describe(error) + _read_tail(stderr)) from error
 
@@ -98,13 +112,14 @@ class HttpServer:
 
         async def read_headers(response: httpx2.Response) -> None:
             nonlocal status
+            limit_body(response)
             if response.request.method == "POST":
                 status = f" (HTTP {response.status_code})" if response.status_code >= 400 else ""
             if not session_ids and (session_id := response.headers.get("mcp-session-id")):
                 session_ids[response.request.url] = session_id
 
         client = httpx2.AsyncClient(
-            headers=dict(self.headers),
+            headers={**self.headers, **UNCOMPRESSED},
             verify=create_ssl_context(),
             timeout=httpx2.Timeout(None, connect=CONNECT_S),
             limits=httpx2.Limits(max_keepalive_connections=0),  # an idle connection may be closed while a call is sent
@@ -113,7 +128,7 @@ class HttpServer:
         async with client:
             try:
                 transport = streamable_http_client(
-                    self.url, http_client=client, terminate_on_close=False, max_sse_event_size=MAX_EVENT_BYTES
+                    self.url, http_client=client, terminate_on_close=False, max_sse_event_size=MAX_REPLY_BYTES
                 )
                 async with transport as streams, _start_session(streams) as session:
                     yield session
@@ -126,6 +141,55 @@ class HttpServer:
 
 
 McpServer = StdioServer | HttpServer
+_end_connection: ContextVar[Callable[[], None]] = ContextVar("end_connection")
+
+
+def limit_body(response: httpx2.Response) -> None:
+    """Refuse a compressed body, and let any other be read up to `MAX_REPLY_BYTES`."""
+    import httpx2
+
+    refuse_compression(response.headers)
+    body = response.stream
+    assert isinstance(body, httpx2.AsyncByteStream)
+
+    class LimitedBody(httpx2.AsyncByteStream):
+        def __init__(self, body: httpx2.AsyncByteStream) -> None:
+            self._body = body
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for part in self._body:
+                check_size(size := size + len(part))
+                yield part
+
+        async def aclose(self) -> None:
+            await self._body.aclose()
+
+    response.stream = LimitedBody(body)
+
+
+def limit_lines() -> None:
+    """End connections to processes that send a line of more than `MAX_REPLY_BYTES`; calling it again is a no-op.
+
+    mcp 2.3 reads lines of any length, and copies the beginning of a line with each part of it that arrives. Remove
+    this patch when `stdio_client` has a limit.
+    """
+    from anyio.streams.text import TextReceiveStream
+    from mcp.client import stdio
+
+    class LimitedText(TextReceiveStream):
+        length = 0  # of the current line
+
+        async def receive(self) -> str:
+            text = await super().receive()
+            self.length = len(text) + (self.length if "\n" not in text else -1 - text.rindex("\n"))
+            if self.length > MAX_REPLY_BYTES:
+                _end_connection.get()()
+                raise anyio.EndOfStream
+            return text
+
+    if stdio.TextReceiveStream is TextReceiveStream:
+        stdio.TextReceiveStream = LimitedText  # type: ignore[misc]
 
 
 class McpSession:
