@@ -89,11 +89,16 @@ def by_group(batch: Batch) -> Iterator[list[Response]]:
 
 def of_groups(batch: Batch, formula: Callable[[list[Response]], list[float]]) -> Rows:
     """Return one advantage per response, computed from its group, on all of its generated tokens."""
+    values = per_response(batch, formula)
+    return [response.per_token(value) for response, value in zip(batch, values, strict=True)]
+
+
+def per_response(batch: Batch, formula: Callable[[list[Response]], list[float]]) -> list[float]:
     results = {}
     for group in by_group(batch):
         for response, advantage in zip(group, formula(group), strict=True):
             results[id(response)] = advantage
-    return [response.per_token(results[id(response)]) for response in batch]
+    return [results[id(response)] for response in batch]
 
 
 def grpo(batch: Batch, *, by_std: bool) -> Rows:
@@ -238,7 +243,10 @@ def gdpo(batch: Batch, weights: dict[str, float]) -> Rows:
             sums = [total + weight * (value - center) / scale for total, value in zip(sums, values, strict=True)]
         return sums
 
-    return whitened(batch, of_groups(batch, formula))
+    values = per_response(batch, formula)
+    center, variance = mean(values), unbiased_variance(values) if len(values) > 1 else 0.0
+    whitened = [(value - center) / math.sqrt(variance + 1e-8) for value in values]
+    return [response.per_token(value) for response, value in zip(batch, whitened, strict=True)]
 
 
 def remax(batch: Batch) -> Rows:

@@ -53,8 +53,12 @@ class SamplingParams:
     @staticmethod
     def make_seed(seed: int, split: str, group: int, index: int) -> int:
         """Return the seed of one response in a run with `seed`: a hash of all arguments."""
-        text = f"{seed}/{split}/{group}/{index}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+        return hash_seed(seed, split, group, index)
+
+
+def hash_seed(*parts: int | str) -> int:
+    """Return a seed of 32 bits that depends on all parts, so that streams of random numbers do not overlap."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4], "little")
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,19 @@ async def test_the_same_seed_draws_the_same_answer(engine: RolloutEngine, model:
     assert first.token_ids != other.token_ids
 
 
+async def test_without_a_seed_random_numbers_depend_on_the_version(
+    engine: RolloutEngine, model: PreTrainedModel
+) -> None:
+    if not isinstance(engine, VllmEngine):
+        pytest.skip("the engine draws new random numbers for every request")
+    sampling, answers = SamplingParams(max_tokens=16), []
+    for version in (31, 32, 31):
+        await sync(engine, model, version)
+        answers.append([(await engine.generate(PROMPT, sampling)).token_ids for _ in range(3)])
+    assert answers[0] == answers[2], "a restarted engine would go on differently"
+    assert answers[0] != answers[1], "every version would repeat the same stream"
+
+
 async def test_seeded_requests_are_answered_whose_prompts_do_not_fit_in_one_batch(
     engine: RolloutEngine, model: PreTrainedModel
 ) -> None:

@@ -151,7 +151,7 @@ def grpo(x: AdvantageInputs) -> Tensor:
 
 
 def gdpo(x: AdvantageInputs) -> Tensor:
-    """Sum over components c of w * (c - mean_g) / (std_g + 1e-6), unbiased std, whitened over the batch.
+    """Sum over components c of w * (c - mean_g) / (std_g + 1e-6), unbiased std, whitened over all responses.
 
     Each component is normalized by itself, so that one of large values does not drown the others. A group of one keeps
     its components.
@@ -164,7 +164,7 @@ def gdpo(x: AdvantageInputs) -> Tensor:
         parts = [weight * _normalize(c) for weight, c in zip(weights, components, strict=True)]
         return torch.stack(parts).sum(0)
 
-    return whiten(x.per_token(x.per_group(formula, *x.components.values())), x)
+    return x.per_token(_whiten(x.per_group(formula, *x.components.values()), x.episode_shares, x))
 
 
 def rloo(x: AdvantageInputs) -> Tensor:
@@ -323,11 +323,7 @@ USE_SQUARES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
 def whiten(values: Tensor, x: AdvantageInputs) -> Tensor:
     """(v - mean) / sqrt(var + 1e-8) over the generated tokens of all ranks, unbiased variance: [T] -> [T]."""
-    weights = x.token_weights
-    count, total = x.total(weights, values * weights)
-    centered = (values - total / max(count, 1.0)) * x.mask
-    (squares,) = x.total(weights * centered.square())
-    return centered / (squares / max(count - 1.0, 1.0) + 1e-8) ** 0.5
+    return _whiten(values, x.token_weights, x) * x.mask
 
 
 def explained_variance(x: AdvantageInputs, returns: Tensor) -> float:
@@ -405,6 +401,14 @@ def _merge_branches(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tenso
     base[branch] = values  # any branch: the mean of equal scores must be that score exactly, or ties would break
     means = base + torch.zeros_like(base).index_add(0, branch, values - base[branch]) / counts[:, None]
     return unique[:, 0], means, branch
+
+
+def _whiten(values: Tensor, weights: Tensor, x: AdvantageInputs) -> Tensor:
+    """Return (v - mean) / sqrt(var + 1e-8), with `weights` that add up to the number of values over all ranks."""
+    count, total = x.total(weights, values * weights)
+    centered = values - total / max(count, 1.0)
+    (squares,) = x.total(weights * centered.square())
+    return centered / (squares / max(count - 1.0, 1.0) + 1e-8) ** 0.5
 
 
 def _center(s: Tensor) -> Tensor:

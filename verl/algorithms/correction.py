@@ -6,6 +6,7 @@ D = lp_old - lp_roll, clamped to +-20: the trainer's log-prob of a token minus t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,21 +16,56 @@ from verl.algorithms.aggregate import segment_ids
 from verl.algorithms.settings import Correction, Rejection
 
 MAX_LOG_RATIO = 20.0
+PROBS_DIFF = "training/rollout_probs_diff_mean"
+MISMATCH_METRICS = (
+    PROBS_DIFF,
+    "training/rollout_probs_diff_max",
+    "training/rollout_logprobs_diff_max",
+    "training/rollout_ess",
+    "training/rollout_probs_corr",
+)
+
+
+def correct_mismatch(
+    x: AdvantageInputs, old: Tensor, rollout: Tensor, c: Correction
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the fields of the batch that the correction changes, and the metrics of the mismatch."""
+    metrics = mismatch_metrics(x.gather(mismatch_moments(x, old, rollout)[None]))
+    fields: dict[str, Tensor] = {}
+    if c.weigh is not None:
+        fields["weights"] = weights = importance_weights(x, old, rollout, c)
+        mean, squares = x.token_mean(weights), x.token_mean(weights.square())
+        metrics["training/rollout_is_ess"] = mean * mean / squares if squares else 0.0
+    if c.reject:
+        fields["mask"] = mask = rejection_mask(x, old, rollout, c.reject)
+        fields |= count_episode_tokens(replace(x, mask=mask))
+        metrics["training/rollout_rejected"] = x.token_mean(~mask)
+    return fields, metrics
+
+
+def count_episode_tokens(x: AdvantageInputs) -> dict[str, Tensor]:
+    """Return the field of the batch that must follow its mask, so that an episode of branches still weighs 1."""
+    if x.branches is None:
+        return {}
+    tokens = x.sum_episodes(torch.ones_like(x.rewards)).clamp(min=1.0)
+    return {"episode_tokens": _per_token(x, tokens).float()}
 
 
 def importance_weights(x: AdvantageInputs, old: Tensor, rollout: Tensor, c: Correction) -> Tensor:
     """Return min(exp(D), threshold) per token or min(exp(sum D), threshold) per sequence: [T], detached.
 
-    With `icepop` the weight is exp(D) of the token, or 0 if that is outside [threshold_lower, threshold]. With
-    `c.normalize` they are divided by their mean over the generated tokens, or the sequences, of all ranks.
+    With a `threshold_lower` the weight is 0 outside [threshold_lower, threshold] instead (IcePop). With `c.normalize`
+    they are divided by their mean over the generated tokens, or the sequences, of all ranks.
     """
     gap = log_gap(x, old, rollout)
     if c.weigh == "sequence":
         gap = _per_token(x, x.sum_episodes(gap)).to(gap.dtype)
     weights = gap.exp()
-    if c.weigh == "icepop":
+    if c.threshold_lower is None:
+        weights = weights.clamp(max=c.threshold)
+    else:
         weights = weights * ((weights >= c.threshold_lower) & (weights <= c.threshold))
-    weights = weights.clamp(max=c.threshold) * x.mask
+    weights = weights * x.mask
     if c.normalize:
         shares = x.token_weights
         if c.weigh == "sequence":
@@ -60,7 +96,7 @@ def _is_rejected(x: AdvantageInputs, gap: Tensor, criterion: Rejection) -> Tenso
 
     - `token`, `sequence`, `geometric`: exp(D), exp(sum D), exp(mean D)
     - `token_k2`, `token_k3`: D^2 / 2, exp(D) - 1 - D
-    - `seq_mean_k2`, `seq_max_k2`, `seq_mean_k3`, `seq_max_k3`: their mean or maximum over the sequence
+    - `seq_sum_k2`, `seq_mean_k2`, `seq_max_k2` and the same of k3: their sum, mean or maximum over the sequence
     """
     name = criterion.kind
     if name == "token":
@@ -72,6 +108,8 @@ def _is_rejected(x: AdvantageInputs, gap: Tensor, criterion: Rejection) -> Tenso
         statistic = gap.square() / 2 if name.endswith("k2") else gap.exp() - 1 - gap
         if name.startswith("seq_mean"):
             statistic = _per_token(x, _mean(x, statistic))
+        elif name.startswith("seq_sum"):
+            statistic = _per_token(x, x.sum_episodes(statistic))
     is_outside = (statistic < criterion.lower) | (statistic > criterion.upper)
     return _per_token(x, x.sum_episodes(is_outside) > 0) if name.startswith("seq_max") else is_outside
 
@@ -107,12 +145,8 @@ def mismatch_metrics(moments: Tensor) -> dict[str, float]:
         return {}
     covariance, var_p, var_q = spq / n - sp * sq / n**2, spp / n - (sp / n) ** 2, sqq / n - (sq / n) ** 2
     spread = (max(var_p, 0.0) * max(var_q, 0.0)) ** 0.5
-    metrics = {
-        "training/rollout_probs_diff_mean": gap / n,
-        "training/rollout_probs_diff_max": float(moments[:, 9].max()),
-        "training/rollout_logprobs_diff_max": float(moments[:, 10].max()),
-        "training/rollout_ess": sw * sw / (n * sww) if sww else 0.0,
-    }
+    ess = sw * sw / (n * sww) if sww else 0.0
+    values = [gap / n, float(moments[:, 9].max()), float(moments[:, 10].max()), ess]
     if spread > 1e-12:  # a constant has no correlation
-        metrics["training/rollout_probs_corr"] = covariance / spread
-    return metrics
+        values.append(covariance / spread)
+    return dict(zip(MISMATCH_METRICS, values, strict=False))

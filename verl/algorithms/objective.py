@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from verl.algorithms.aggregate import BranchWeights, Totals, aggregate
+from verl.algorithms.correction import PROBS_DIFF
 from verl.algorithms.losses import (
     EXACT_KL,
     LOSSES,
@@ -118,6 +119,8 @@ class PolicyObjective:
             "actor/ppo_kl": token_mean(inputs.old_logprobs - inputs.logprobs),
             "actor/entropy": token_mean(output.entropy),
         }
+        if algorithm.correction.bypass:  # the old log-probs are those of the engine
+            metrics[PROBS_DIFF] = token_mean((inputs.logprobs.exp() - inputs.old_logprobs.exp()).abs())
         if algorithm.entropy_coeff:
             loss = loss - algorithm.entropy_coeff * share(output.entropy)
         if algorithm.loss_kl_coef is not None:

@@ -17,7 +17,9 @@ from torch.nn.functional import logsigmoid
 
 from verl.algorithms.advantages import AdvantageInputs
 from verl.algorithms.aggregate import segment_sum
-from verl.algorithms.losses import LossInputs, LossOptions, clip_log_ratio
+from verl.algorithms.correction import correct_mismatch
+from verl.algorithms.losses import LossInputs, clip_log_ratio
+from verl.algorithms.settings import Correction, LossOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,13 @@ def prepass_log_ratio(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o:
 def prepass_clipped_log_ratio(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: LossOptions) -> PrepassResult:
     """Average the clipped d of `geo_mean` over whole episodes."""
     return PrepassResult({"episode_log_ratio": samples.average_episodes(clip_log_ratio(x, o))}, {})
+
+
+def prepass_correction(
+    x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: LossOptions, *, correction: Correction
+) -> PrepassResult:
+    """Correct the mismatch with the engine, whose log-probs are the old ones."""
+    return PrepassResult(*correct_mismatch(samples, x.logprobs, x.old_logprobs, correction))
 
 
 PREPASSES: dict[str, Prepass] = {"clip_cov": prepass_clip_cov, "kl_cov": prepass_kl_cov, "dpo": prepass_dpo}

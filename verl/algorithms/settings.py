@@ -49,12 +49,13 @@ class Rejection:
 class Correction:
     """`algorithm.rollout_correction`: importance weights (`weigh`), off if None, and criteria of rejection.
 
-    With `bypass` the engine's log-probs serve as the old ones: nothing is recomputed, and nothing else is corrected.
+    With `bypass` the engine's log-probs serve as the old ones. Weights and rejection then compare the engine with the
+    policy at the start of each update.
     """
 
-    weigh: str | None = None  # token, sequence, icepop
+    weigh: str | None = None  # token, sequence
     threshold: float = 2.0
-    threshold_lower: float = 0.5  # lower bound of icepop
+    threshold_lower: float | None = None  # weights outside [threshold_lower, threshold] are 0; None: min(w, threshold)
     normalize: bool = False
     reject: tuple[Rejection, ...] = ()
     bypass: bool = False

@@ -193,7 +193,7 @@ def list_cases(draw: random.Random, *, short: bool) -> list[Case]:
         Correction(),
         Correction("token", 1.2, normalize=True),
         Correction("sequence", 3.0, normalize=True, reject=(Rejection("token", 0.6, 1.6),)),
-        Correction("icepop", 1.6, 0.6, reject=(Rejection("geometric", 0.9, 1.1),)),
+        Correction("token", 1.6, 0.6, reject=(Rejection("geometric", 0.9, 1.1),)),
         Correction(reject=(Rejection("token", 0.7, 1.4), Rejection("seq_max_k2", 0.0, 0.15))),
         Correction(reject=(Rejection("sequence", 0.4, 2.5), Rejection("seq_mean_k3", 0.0, 0.05))),
     ]

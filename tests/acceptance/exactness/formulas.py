@@ -605,7 +605,8 @@ def outcome(draw: random.Random) -> float:
 def weights(level, normalize):
     def case(draw: random.Random) -> float:
         batch, threshold = with_policies(draw, random_batch(draw)), draw.uniform(1, 5)
-        c = Correction(weigh=level, threshold=threshold, threshold_lower=draw.random(), normalize=normalize)
+        lower = draw.random() if level == "icepop" else None
+        c = Correction("sequence" if level == "sequence" else "token", threshold, lower, normalize)
         expected = (
             ref.icepop_weights(batch, c.threshold_lower, threshold)
             if level == "icepop"

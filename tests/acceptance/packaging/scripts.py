@@ -210,7 +210,7 @@ def find_other_values(arguments: list[str], run_type: AnyRunType) -> list[str]:
 
 def is_same(found: object, given: object) -> bool:
     if isinstance(given, str) and not isinstance(found, str):
-        return str(found).lower() == given.lower() or [given] == found or "${" in given
+        return str(found).lower() == given.lower() or given.split(",") == found or "${" in given
     return found == given or (isinstance(found, tuple) and list(found) == given)
 
 

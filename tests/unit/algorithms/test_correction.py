@@ -57,7 +57,7 @@ def test_normalized_weights_have_mean_one_over_all_ranks(level, old):
 
 
 def test_icepop_drops_the_weights_of_tokens_that_differ_too_much_in_either_direction():
-    correction = Correction(weigh="icepop", threshold=2.0, threshold_lower=0.5)
+    correction = Correction(weigh="token", threshold=2.0, threshold_lower=0.5)
     assert weights(correction) == pytest.approx([math.exp(0.1), math.exp(0.4), 0.0, 0.0, 0.0])
 
 

@@ -62,6 +62,7 @@ ADAPTIVE = ("algorithm.kl_ctrl.type", "adaptive")
 FILTERED = ("algorithm.filter_groups.enable", True)
 CORRECTED = ("algorithm.rollout_correction.rollout_is", "token")
 REJECTED = ("algorithm.rollout_correction.rollout_rs", "geometric")
+BYPASSED = ("algorithm.rollout_correction.bypass_mode", True)
 OVERLONG = ("reward.overlong_buffer.enable", True)
 PRIME = ("reward.prime.enable", True)
 
@@ -91,6 +92,7 @@ EFFECTS: dict[str, Effect] = {
     "algorithm.rollout_correction.rollout_rs": ALWAYS,
     "algorithm.rollout_correction.rollout_rs_threshold": when(REJECTED),
     "algorithm.rollout_correction.rollout_rs_threshold_lower": when(REJECTED),
+    "algorithm.rollout_correction.loss_type": when(BYPASSED),
     f"{LOSS}.loss_mode": ALWAYS,
     f"{LOSS}.tau_pos": only("sapo"),
     f"{LOSS}.tau_neg": only("sapo"),
@@ -271,7 +273,7 @@ def test_a_critic_that_the_estimator_cannot_use_or_do_without_is_refused(estimat
             "without advantages",
         ),
         (
-            [f"{LOSS}.tau_pos=2", f"{LOSS}.loss_mode=cispo"],
+            [f"{LOSS}.tau_pos=2", f"{LOSS}.loss_mode=gpg"],
             f"{LOSS}.tau_pos=2.0 has no effect: only {LOSS}.loss_mode=sapo uses it",
         ),
         (

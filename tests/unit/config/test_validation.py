@@ -405,7 +405,17 @@ def test_algorithms_that_fit_together_load_without_hints(overrides: list[str]) -
     assert hints(*overrides) == []
 
 
-@pytest.mark.parametrize("override", ["rollout_rs_threshold=1.0", "rollout_rs_threshold_lower=1.0"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout_rs_threshold=1.0",
+        "rollout_rs_threshold_lower=1.0",
+        "rollout_rs_threshold=1.2_1.6",
+        "rollout_rs_threshold=1.6_0.6",
+        "rollout_rs_threshold=0.5_1.2_1.6",
+        "rollout_rs_threshold=1.2,1.3",
+    ],
+)
 def test_the_bounds_of_a_rejection_lie_on_both_sides_of_one(override: str) -> None:
     assert "algorithm.rollout_correction.rollout_rs_threshold" in problem(
         "algorithm.rollout_correction.rollout_rs=token", f"algorithm.rollout_correction.{override}"

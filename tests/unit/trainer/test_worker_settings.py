@@ -235,9 +235,22 @@ def test_the_lower_bound_of_rejection_is_one_over_the_upper_unless_given() -> No
         (["preset=tis"], Correction("token")),
         (["preset=tis", "rollout_is_threshold=4"], Correction("token", 4.0)),
         (["preset=mis_geometric"], Correction(reject=(Rejection("geometric", 1 / 1.001, 1.001),))),
-        (["preset=icepop"], Correction("icepop", 5.0)),
-        (["preset=icepop", "rollout_is=null"], Correction(threshold=5.0)),
+        (["preset=icepop"], Correction("token", 5.0, 0.5)),
+        (["preset=icepop", "rollout_is=null"], Correction()),
         (["preset=bypass"], Correction(bypass=True)),
+        (["rollout_is=token", "rollout_is_threshold=0.5_4.0"], Correction("token", 4.0, 0.5)),
+        (
+            ["rollout_rs='token_k1,seq_max_k2'", "rollout_rs_threshold='0.6_1.6,2.5'"],
+            Correction(reject=(Rejection("token", 0.6, 1.6), Rejection("seq_max_k2", 0.0, 2.5))),
+        ),
+        (
+            ["rollout_rs=seq_mean_k1", "rollout_rs_threshold=0.999_1.001", "bypass_mode=true", "rollout_is=token"],
+            Correction(reject=(Rejection("geometric", 0.999, 1.001),), bypass=True),  # the ratio is the weight
+        ),
+        (
+            ["bypass_mode=true", "loss_type=reinforce", "rollout_is=sequence", "rollout_is_batch_normalize=true"],
+            Correction("sequence", 2.0, normalize=True, bypass=True),
+        ),
     ],
 )
 def test_a_preset_of_the_correction_stands_for_settings_that_others_override(
@@ -483,3 +496,22 @@ def test_device_hints_are_printed_once_auto_is_resolved() -> None:
     [said] = device_hints(config_of(f"{key}=true"), "cpu", TRAIN_HINTS)
     assert said.startswith(f"{key}=true has no effect: on CPU")
     assert device_hints(config_of(f"{key}=true", "trainer.device=cpu"), "cpu", TRAIN_HINTS) == []  # it was said before
+
+
+def test_the_loss_of_bypass_mode_can_be_reinforce() -> None:
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    assert algorithm_settings(config_of(bypass)).loss_mode == "vanilla"
+    assert algorithm_settings(config_of(bypass, "algorithm.rollout_correction.loss_type=reinforce")).loss_mode == "gpg"
+
+
+@pytest.mark.parametrize(("ratio", "dtype"), [(0.01, "float32"), (1.0, "bfloat16")])
+def test_a_moving_average_of_the_policy_is_stored_in_float32(ratio: float, dtype: str) -> None:
+    config = config_of(
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16",
+        "trainer.ref_update_freq=1",
+        f"trainer.ref_update_ratio={ratio}",
+    )
+    reference = train_settings(config, 10, "cpu").reference
+    assert reference is not None
+    assert reference.param_dtype == dtype

@@ -135,3 +135,26 @@ def test_an_update_whose_samples_are_all_rejected_is_skipped_and_counted() -> No
     assert torch.equal(actor.table, start)
     assert metrics["actor/skipped_steps"] == 2
     assert metrics["training/rollout_rejected"] == 1.0
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.4])
+def test_bypass_measures_the_mismatch_in_the_first_update(gap: float) -> None:
+    actor = Table()
+    step = step_of(with_rollout_logprobs(SAMPLES, actor, gap), epochs=2)
+    batch = FlatBatch.from_samples(step.samples)
+    p, q = actor.lookup_logprobs(batch)[batch.mask].exp(), batch.rollout_logprobs[batch.mask].exp()
+    metrics = step.run(PolicyTrainer(actor, AlgorithmSettings(correction=Correction(bypass=True))))
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(float((p - q).abs().mean()), abs=1e-6)
+
+
+def test_bypass_rejects_by_the_policy_before_each_update() -> None:
+    actor = Table()
+    step = step_of(with_rollout_logprobs(SAMPLES, actor, {0: 5.0}), epochs=2)
+    correction = Correction("token", reject=(replace(REJECTION, kind="geometric"),), bypass=True)
+    metrics = step.run(PolicyTrainer(actor, AlgorithmSettings(loss_mode="gpg", correction=correction)))
+    assert metrics["training/rollout_rejected"] == pytest.approx(3 / GENERATED)
+    for batch, table in zip(actor.seen, actor.before, strict=True):
+        kept = batch.mask.nonzero().squeeze(-1)
+        assert len(kept) == GENERATED - 3
+        ratio = (actor.lookup_logprobs(batch, table) - batch.rollout_logprobs)[kept].exp()
+        assert batch.weights[kept].tolist() == pytest.approx(ratio.clamp(max=2.0).tolist(), rel=1e-5)

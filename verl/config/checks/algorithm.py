@@ -9,6 +9,7 @@ from verl.config.checks.ignored import find_unmet_condition
 from verl.config.features import uses_critic, uses_preferences, uses_reward_function, uses_task_rewards
 from verl.config.paths import is_overridden
 from verl.config.schema import Config, collect_settings
+from verl.config.schema.algorithm import RATIOS, RolloutCorrectionConfig
 from verl.config.schema.conditions import ACTOR, ESTIMATOR, LOSS, ROLLOUT, is_custom_function
 
 _LOSS, _KL = f"{ACTOR}.policy_loss", "algorithm.kl_ctrl"
@@ -109,20 +110,9 @@ def _adds_model(config: Config) -> bool:
 
 def _check_correction(config: Config) -> Iterator[Conflict]:
     correction, algorithm = config.algorithm.rollout_correction, config.algorithm
-    reject, threshold, key = correction.rollout_rs, correction.rollout_rs_threshold, f"{_CORRECTION}.rollout_rs"
-    if reject not in (None, "token", "sequence") and "rollout_rs_threshold" not in correction.model_fields_set:
-        reason = f"hardly differs from its ideal value, so the default threshold of {threshold:g} would reject nothing"
-        fix = 1.001 if reject == "geometric" else 0.01
-        yield Conflict(key, f"{reject} {reason}", f"set {key}_threshold={fix}")
-    elif reject in ("token", "sequence", "geometric") and threshold <= 1:
-        reason = f"{threshold:g} must be above 1, the ratio of equal probabilities"
-        yield Conflict(f"{key}_threshold", reason, "=2.0")
+    yield from _check_rejection(correction)
     if not correction.bypass_mode:
         return
-    for name, is_given in (("rollout_is", correction.rollout_is), ("rollout_rs", reject)):
-        if is_given:
-            reason = f"{is_given} is not supported yet with {_BYPASS}=true, which saves the trainer's log-probs"
-            yield Conflict(f"{_CORRECTION}.{name}", reason, f"set {_BYPASS}=false")
     saves = "true saves the forward pass that"
     if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
         reason = f"{saves} the exact KL (algorithm.kl_penalty=full) requires"
@@ -130,6 +120,26 @@ def _check_correction(config: Config) -> Iterator[Conflict]:
     estimator, uses_estimator = algorithm.adv_estimator, uses_task_rewards(config) and not uses_preferences(config)
     if uses_estimator and estimator in ("optimal_token_baseline", "tir_optimal_token_baseline"):
         yield Conflict(_BYPASS, f"{saves} {ESTIMATOR}={estimator} requires", "=false")
+
+
+def _check_rejection(correction: RolloutCorrectionConfig) -> Iterator[Conflict]:
+    kinds, thresholds = correction.rollout_rs or [], str(correction.rollout_rs_threshold).split(",")
+    key = f"{_CORRECTION}.rollout_rs"
+    if kinds and len(thresholds) not in (1, len(kinds)):
+        reason = f"{len(thresholds)} thresholds for {len(kinds)} criteria in {key}"
+        yield Conflict(f"{key}_threshold", reason, "give one, or one for each criterion")
+        return
+    for kind, lower, upper in correction.list_rejections():
+        if kind not in ("token", "sequence") and "rollout_rs_threshold" not in correction.model_fields_set:
+            reason = f"hardly differs from its ideal value, so the default threshold of {upper:g} would reject nothing"
+            fix = 1.001 if kind == "geometric" else 0.01
+            yield Conflict(key, f"{kind} {reason}", f"set {key}_threshold={fix}")
+        elif kind in RATIOS and not lower < 1 < upper:
+            reason = f"{lower:g} to {upper:g} must contain 1, the ratio of equal probabilities"
+            yield Conflict(f"{key}_threshold", reason, "=2.0")
+        elif kind not in RATIOS and lower:
+            reason = f"{lower:g}_{upper:g} has a lower bound, but {kind} is at least 0, and 0 means no mismatch"
+            yield Conflict(f"{key}_threshold", reason, f"={upper:g}")
 
 
 def _check_critic(config: Config) -> Iterator[Conflict]:
@@ -199,7 +209,11 @@ def find_hints(config: Config) -> Iterator[Conflict]:
     """Yield settings of the algorithm that work but are probably a mistake."""
     algorithm, actor, n = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     (low, high), key = actor.clip_range, f"{ACTOR}.clip_ratio_low"
-    if low > high and find_unmet_condition(config, key) is None:
+    is_cispo = actor.policy_loss.loss_mode == "cispo"
+    if is_cispo and low < 1:
+        reason = f"{low:g} raises the weight of a token that the policy has nearly unlearned to {1 - low:g}"
+        yield Conflict(key, reason, "=10, which bounds weights from above only")
+    if low > high and not is_cispo and find_unmet_condition(config, key) is None:
         yield Conflict(key, f"{low} is above clip_ratio_high={high}", "usually the upper range is wider")
     compares = algorithm.adv_estimator in _GROUP_ESTIMATORS and not uses_preferences(config)
     if compares and n < 2 and uses_task_rewards(config):

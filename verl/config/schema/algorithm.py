@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from verl.config.schema.actor import KlKind
 from verl.config.schema.base import Count, CustomFunction, Fraction, Positive, Section, section, setting
@@ -29,8 +29,44 @@ Estimator = Literal[
 
 
 RejectionKind = Literal[
-    "token", "sequence", "geometric", "token_k2", "token_k3", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"
+    "token",
+    "sequence",
+    "geometric",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
 ]
+RATIOS = ("token", "sequence", "geometric")
+"""Kinds of rejection that compare a ratio, which has two bounds; the others compare an estimate of the KL."""
+
+_SYNONYMS: dict[str, str] = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+
+
+def _split_kinds(value: Any) -> Any:
+    return [kind.strip() for kind in value.split(",")] if isinstance(value, str) else value
+
+
+def _check_ranges(value: str) -> str:
+    parts = [part.split("_") for part in value.split(",")]
+    for part in parts:
+        numbers = [float(number) for number in part]
+        if len(numbers) > 2 or min(numbers) <= 0 or numbers != sorted(numbers):
+            raise ValueError(f"{'_'.join(part)} must be a positive number, or two as lower_upper")
+    return value
+
+
+Rejections = Annotated[
+    list[RejectionKind | Literal["token_k1", "seq_sum_k1", "seq_mean_k1"]], BeforeValidator(_split_kinds)
+]
+"""Kinds of rejection; also as text, separated by commas."""
+
+Ranges = Annotated[str, AfterValidator(_check_ranges)]
+"""Numbers or ranges such as 0.5_2.0, separated by commas."""
 
 _ADAPTIVE = needs(".type", "adaptive", reason="{section}.type=fixed keeps kl_coef constant")
 _KL_IN_REWARD = needs(
@@ -77,6 +113,13 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
 """`algorithm.rollout_correction.preset` -> the settings that it stands for; those that are given win."""
 
 
+_COMPARES_RATIOS = OnlyIf(
+    (".rollout_rs",),
+    lambda kinds: any(kind in RATIOS or kind in _SYNONYMS for kind in kinds or ()),
+    "only {section}.rollout_rs=token, sequence or geometric uses it",
+)
+
+
 class RolloutCorrectionConfig(Section):
     preset: Literal["tis", "tis_sequence", "mis", "mis_sequence", "mis_geometric", "icepop", "bypass"] | None = setting(
         None
@@ -84,22 +127,35 @@ class RolloutCorrectionConfig(Section):
     """A usual combination of the settings below, which override it; null: none."""
     rollout_is: Literal["token", "sequence", "icepop"] | None = setting(None)
     """Importance weights per token or per sequence; icepop: per token, 0 outside the bounds; null: none."""
-    rollout_is_threshold: Positive = setting(2.0, only_if=needs_given(".rollout_is"))
-    """Upper bound of the weights."""
+    rollout_is_threshold: Positive | Ranges = setting(2.0, only_if=needs_given(".rollout_is"))
+    """Upper bound of the weights; as a range such as 0.5_4.0: weights outside are 0."""
     rollout_is_threshold_lower: Fraction = setting(0.5, only_if=needs(".rollout_is", "icepop"))
     """Lower bound of the weights (icepop)."""
     rollout_is_batch_normalize: bool = setting(False, only_if=needs_given(".rollout_is"))
     """Scale the weights to a mean of 1."""
-    rollout_rs: RejectionKind | None = setting(None)
-    """Reject tokens or sequences by their ratio (geometric: mean ratio), or by k2 or k3, estimates of the KL."""
-    rollout_rs_threshold: Positive = setting(2.0, only_if=needs_given(".rollout_rs"))
-    """Largest accepted ratio or estimate."""
-    rollout_rs_threshold_lower: float | None = setting(
-        None, gt=0, lt=1, only_if=needs(".rollout_rs", "token", "sequence", "geometric")
-    )
-    """Smallest accepted ratio; null: 1 / rollout_rs_threshold."""
+    rollout_rs: Rejections | None = setting(None)
+    """Criteria of rejection: ratio of the token, sequence or geometric mean; or k2 or k3, estimates of the KL."""
+    rollout_rs_threshold: Positive | Ranges = setting(2.0, only_if=needs_given(".rollout_rs"))
+    """Largest accepted ratio or estimate, or a range such as 0.5_2.0; for all criteria, or one each: 2.0,0.1."""
+    rollout_rs_threshold_lower: float | None = setting(None, gt=0, lt=1, only_if=_COMPARES_RATIOS)
+    """Smallest accepted ratio where rollout_rs_threshold has none; null: 1 / the largest."""
     bypass_mode: bool = setting(False)
     """Take the engine's log-probs as the old ones, which saves a forward pass; the loss then clips the mismatch."""
+    loss_type: Literal["ppo_clip", "reinforce"] = setting("ppo_clip", only_if=needs(".bypass_mode"))
+    """ppo_clip: policy_loss.loss_mode, with a ratio to the engine; reinforce: -A * lp, weighted by rollout_is."""
+
+    def list_rejections(self) -> list[tuple[str, float, float]]:
+        """Return (kind, lower bound, upper bound) of each criterion."""
+        kinds = [_SYNONYMS.get(kind, kind) for kind in self.rollout_rs or []]
+        ranges = str(self.rollout_rs_threshold).split(",")
+        if len(ranges) == 1:
+            ranges *= len(kinds)
+        rejections = []
+        for kind, bounds in zip(kinds, ranges, strict=True):
+            *lower, upper = map(float, bounds.split("_"))
+            default = (self.rollout_rs_threshold_lower or 1 / upper) if kind in RATIOS else 0.0
+            rejections.append((kind, lower[0] if lower else default, upper))
+        return rejections
 
     @model_validator(mode="before")
     @classmethod

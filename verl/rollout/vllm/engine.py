@@ -18,7 +18,7 @@ from verl.errors import EngineError, ProcessLostError, WeightSyncError
 from verl.private_files import get_user_folder
 from verl.rollout.process_output import tail_stderr
 from verl.rollout.vllm.settings import AdapterSettings, VllmSettings
-from verl.types import Completion, SamplingParams
+from verl.types import Completion, SamplingParams, hash_seed
 from verl.weights.bucket import SharedBucket, WeightBucket, share, unpack
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ class VllmEngine:
         if self._is_asleep:
             await self._llm.wake_up(["kv_cache"])
             self._is_asleep = False
+        # Streams of random numbers neither start again after a restart or resume, nor repeat on another engine.
+        await self._llm.collective_rpc("seed_sampling", args=(hash_seed(self.settings.seed, version),))
         await self._llm.resume_generation()
 
     def _collect_adapter(self, bucket: WeightBucket | SharedBucket) -> None:

@@ -14,6 +14,7 @@ from verl.config.features import (
     transport_name,
 )
 from verl.rollout.settings import RolloutEngineSettings, assign_cores
+from verl.types import hash_seed
 
 if TYPE_CHECKING:
     from typing import Self
@@ -83,7 +84,7 @@ class VllmSettings(RolloutEngineSettings):
             routed_experts=config.actor_rollout_ref.actor.router_replay.mode == "R3",
             fp32_lm_head=model.fp32_lm_head,
             sleeps=frees_engine_memory(config, device),
-            seed=config.trainer.seed + index,
+            seed=hash_seed(config.trainer.seed, "engine", index),
             batch_invariant=config.trainer.deterministic and device != "cpu",
             cpu_cores=assign_cores(index, rollout.tensor_model_parallel_size) if device == "cpu" else "",
             kwargs=rollout.engine_kwargs.vllm,

@@ -49,6 +49,10 @@ class WorkerExtension:
             if path.startswith(("/dev/shm/vllm_dist", "/dev/shm/psm_")):
                 Path(path.strip()).unlink(missing_ok=True)
 
+    def seed_sampling(self, seed: int) -> None:
+        """Seed the generator that samples for requests without a seed."""
+        torch.manual_seed(seed)
+
     def return_routed_experts(self) -> None:
         """Return the experts of every token with a response, on the CPU."""
         from verl.rollout.vllm.routed_experts import connect_routed_experts

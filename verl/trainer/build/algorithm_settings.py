@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from verl.algorithms.settings import (
     AlgorithmSettings,
     Correction,
@@ -22,6 +24,7 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
     algorithm, actor, critic = config.algorithm, config.actor_rollout_ref.actor, config.critic
     loss, correction, kl = actor.policy_loss, algorithm.rollout_correction, algorithm.kl_ctrl
     (low, high), teacher = actor.clip_range, config.distillation
+    is_reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
     return AlgorithmSettings(
         estimator=_estimator(config),
         estimator_options=EstimatorOptions(
@@ -32,7 +35,7 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
             process_coef=config.reward.prime.coef,
             component_weights=reward_components(config),
         ),
-        loss_mode=loss.loss_mode,
+        loss_mode="gpg" if is_reinforce else loss.loss_mode,
         loss_options=LossOptions(
             clip_low=low, clip_high=high, clip_c=actor.clip_ratio_c, **loss.model_dump(exclude={"loss_mode"})
         ),
@@ -49,11 +52,8 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
         if teacher.enable
         else None,
         correction=Correction(
-            weigh=correction.rollout_is,
-            threshold=correction.rollout_is_threshold,
-            threshold_lower=correction.rollout_is_threshold_lower,
-            normalize=correction.rollout_is_batch_normalize,
-            reject=_rejections(correction),
+            **_weighting(correction, is_ratio_weighted=correction.bypass_mode and not is_reinforce),
+            reject=tuple(Rejection(*criterion) for criterion in correction.list_rejections()),
             bypass=correction.bypass_mode,
         ),
         value_clip=critic.cliprange_value,
@@ -66,13 +66,19 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
     )
 
 
-def _rejections(correction: RolloutCorrectionConfig) -> tuple[Rejection, ...]:
-    if correction.rollout_rs is None:
-        return ()
-    upper = correction.rollout_rs_threshold
-    has_lower = not correction.rollout_rs.endswith(("_k2", "_k3"))  # which are at least 0
-    lower = (correction.rollout_rs_threshold_lower or 1 / upper) if has_lower else 0.0
-    return (Rejection(correction.rollout_rs, lower, upper),)
+def _weighting(correction: RolloutCorrectionConfig, *, is_ratio_weighted: bool) -> dict[str, Any]:
+    """Return the importance weights: none if the ratio of the loss is already that to the engine."""
+    if correction.rollout_is is None or is_ratio_weighted:
+        return {}
+    *lower, upper = map(float, str(correction.rollout_is_threshold).split("_"))
+    if correction.rollout_is == "icepop" and not lower:
+        lower = [correction.rollout_is_threshold_lower]
+    return {
+        "weigh": "sequence" if correction.rollout_is == "sequence" else "token",
+        "threshold": upper,
+        "threshold_lower": lower[0] if lower else None,
+        "normalize": correction.rollout_is_batch_normalize,
+    }
 
 
 def _estimator(config: Config) -> str:

@@ -130,7 +130,10 @@ def _policy_settings(config: Config, device: str) -> tuple[EngineSettings, Engin
         gradient_checkpointing=model.enable_gradient_checkpointing,
     )
     offloads = device != "cpu" and config.actor_rollout_ref.ref.fsdp_config.param_offload
-    return trained, base.freeze(param_offload=offloads)
+    reference = base.freeze(param_offload=offloads)
+    if config.trainer.ref_update_freq > 0 and config.trainer.ref_update_ratio < 1:
+        reference = replace(reference, param_dtype="float32")  # bfloat16 would round the small changes of an EMA away
+    return trained, reference
 
 
 def _teacher_settings(config: Config, frozen: EngineSettings) -> EngineSettings:

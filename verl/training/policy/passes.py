@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -33,16 +33,16 @@ def restore_order(batch: FlatBatch, cuts: MicroBatches, parts: Sequence[Tensor])
 
 
 def run_prepass(
-    prepass: Prepass,
+    prepasses: Iterable[Prepass],
     engine: ReferenceEngine[ModelOutput] | None,
     batch: FlatBatch,
     inputs: AdvantageInputs,
     parts: MicroBatches,
     options: LossOptions | None = None,
 ) -> tuple[list[FlatBatch], dict[str, float]]:
-    """Return the micro-batches of a mini-batch with the fields that the prepass sets, and its metrics.
+    """Return the micro-batches of a mini-batch with the fields that prepasses set, and their metrics.
 
-    The prepass sees the current log-probs: those of the engine; without one, the old log-probs are still current.
+    They see the current log-probs: those of the engine; without one, the old log-probs are still current.
     """
     indices = torch.tensor([*chain.from_iterable(parts)], dtype=torch.int64)
     batch = batch.select(indices)
@@ -51,11 +51,14 @@ def run_prepass(
     if engine is not None:
         logprobs = torch.cat([output.logprobs for output in engine.forward(batch.split(cuts))])
     assert logprobs is not None
-    samples = inputs.select(indices, batch.mask, batch.offsets, batch.shares)
-    assert samples.episodes is not None
-    noise = token_noise(samples.groups[batch.segment_ids], samples.episodes[batch.segment_ids], batch.positions)
-    result = prepass(make_loss_inputs(logprobs, batch), samples, noise, options or LossOptions())
-    return batch.with_(**result.fields).split(cuts), result.metrics
+    metrics: dict[str, float] = {}
+    for prepass in prepasses:
+        samples = inputs.select(indices, batch.mask, batch.offsets, batch.shares)
+        assert samples.episodes is not None
+        noise = token_noise(samples.groups[batch.segment_ids], samples.episodes[batch.segment_ids], batch.positions)
+        result = prepass(make_loss_inputs(logprobs, batch), samples, noise, options or LossOptions())
+        batch, metrics = batch.with_(**result.fields), metrics | result.metrics
+    return batch.split(cuts), metrics
 
 
 def average_steps(steps: Sequence[dict[str, float]], role: str) -> dict[str, float]:

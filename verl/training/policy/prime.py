@@ -42,7 +42,7 @@ class PrimeRewardModel:
         for parts in plan.policy:
             micro_batches = batch.split(parts)
             if batch.shares is not None:
-                micro_batches, _ = run_prepass(prepass_log_ratio, self.model, batch, inputs, parts)
+                micro_batches, _ = run_prepass([prepass_log_ratio], self.model, batch, inputs, parts)
             steps.append(self.model.update(micro_batches, self._objective))
         log_ratio = torch.where(batch.mask, compute_logprobs(self.model, batch, plan.forward) - ref, 0.0)
         return self._beta * log_ratio.double(), average_steps(steps, "process")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl.algorithms.advantages import ESTIMATORS, USE_SQUARES, AdvantageInputs, Estimator, explained_variance
 from verl.algorithms.aggregate import segment_sum
-from verl.algorithms.correction import importance_weights, mismatch_metrics, mismatch_moments, rejection_mask
+from verl.algorithms.correction import MISMATCH_METRICS, correct_mismatch, count_episode_tokens, importance_weights
 from verl.algorithms.losses import (
     EXACT_KL,
     LOSSES,
@@ -32,7 +32,7 @@ from verl.algorithms.objective import (
     ValueOutput,
     average_weights,
 )
-from verl.algorithms.prepass import BRANCH_PREPASSES, PREPASSES
+from verl.algorithms.prepass import BRANCH_PREPASSES, PREPASSES, Prepass, prepass_correction
 from verl.algorithms.settings import AlgorithmSettings
 from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
@@ -88,7 +88,7 @@ class PolicyTrainer:
             is_whole = torch.tensor([sample.finish_reason != "length" for sample in samples], dtype=torch.bool)
             batch = batch.with_(mask=batch.mask & is_whole[batch.segment_ids])
         batch, mismatch = self._correct_mismatch(batch)
-        self._batch = self._average_branches(self._count_episode_tokens(batch))
+        self._batch = self._average_branches(batch)
         return metrics | advantage_metrics | mismatch
 
     @span("update")
@@ -97,7 +97,7 @@ class PolicyTrainer:
         metrics: dict[str, float] = {}
         if self.critic is not None and plan.critic is not None:
             # Tokens rejected for the policy still train the critic.
-            batch = self._count_episode_tokens(self._batch.with_(mask=self._inputs.mask))
+            batch = self._batch.with_(mask=self._inputs.mask, **count_episode_tokens(self._inputs))
             with span("critic update"):
                 steps = [self.critic.update(batch.split(parts), self._value_objective) for parts in plan.critic]
             self.critic.advance_schedule()
@@ -265,27 +265,12 @@ class PolicyTrainer:
 
     def _correct_mismatch(self, batch: FlatBatch) -> tuple[FlatBatch, dict[str, float]]:
         """Measure the mismatch with the rollout engine, and correct it if the algorithm says so."""
-        pair, correction = _get_pair(batch), self.algorithm.correction
-        if correction.bypass:  # they are the same
-            return batch, {}
-        inputs, weights = replace(self._inputs, mask=batch.mask), None
-        metrics = mismatch_metrics(self.actor.gather(mismatch_moments(inputs, *pair)[None]))
-        if correction.weigh is not None:
-            weights = importance_weights(inputs, *pair, correction)
-            mean, squares = inputs.token_mean(weights), inputs.token_mean(weights.square())
-            metrics["training/rollout_is_ess"] = mean * mean / squares if squares else 0.0
-        if correction.reject:
-            mask = rejection_mask(inputs, *pair, correction.reject)
-            metrics["training/rollout_rejected"] = inputs.token_mean(~mask)
-            batch = batch.with_(mask=mask)
-        return batch.with_(weights=weights), metrics
-
-    def _count_episode_tokens(self, batch: FlatBatch) -> FlatBatch:
-        """Count the tokens of episodes again after the mask has changed, so that an episode still weighs 1."""
-        if batch.shares is None:
-            return batch
-        tokens = replace(self._inputs, mask=batch.mask).sum_episodes(torch.ones(batch.num_tokens)).clamp(min=1.0)
-        return batch.with_(episode_tokens=tokens[batch.segment_ids].float())
+        inputs = replace(self._inputs, mask=batch.mask)
+        fields, metrics = count_episode_tokens(inputs), dict[str, float]()
+        if not self.algorithm.correction.bypass:  # otherwise corrected before each update
+            corrected, metrics = correct_mismatch(inputs, *_get_pair(batch), self.algorithm.correction)
+            fields |= corrected
+        return batch.with_(**fields), metrics
 
     def _average_branches(self, batch: FlatBatch) -> FlatBatch:
         """Average over all branches of an episode what a loss of whole sequences averages over a sequence."""
@@ -299,8 +284,6 @@ class PolicyTrainer:
         return batch
 
     def _update_actor(self, plan: RankPlan) -> Iterator[dict[str, float]]:
-        prepasses = PREPASSES if self._batch.shares is None else PREPASSES | BRANCH_PREPASSES
-        prepass = prepasses.get(self.algorithm.loss_mode)
         is_exact = self.algorithm.loss_kl_coef is not None and self.algorithm.loss_kl_type == EXACT_KL
         update = partial(
             self.actor.update,
@@ -308,20 +291,23 @@ class PolicyTrainer:
             reference=self.reference if is_exact else None,
             teacher=self.teacher if self._distills_in_loss else None,
         )
+        prepasses, bypass = self._list_prepasses(), self.algorithm.correction.bypass
         for step, parts in enumerate(plan.policy):
-            if prepass is None:
-                yield update(self._batch.split(parts))
-            else:
-                is_current = step == 0 and not self.algorithm.correction.bypass
-                micro_batches, metrics = run_prepass(
-                    prepass,
-                    None if is_current else self.actor,
-                    self._batch,
-                    self._inputs,
-                    parts,
-                    self.algorithm.loss_options,
-                )
-                yield update(micro_batches) | metrics
+            micro_batches, metrics = self._batch.split(parts), dict[str, float]()
+            if prepasses:
+                engine = self.actor if step > 0 or bypass else None
+                options = self.algorithm.loss_options
+                micro_batches, metrics = run_prepass(prepasses, engine, self._batch, self._inputs, parts, options)
+            metrics = update(micro_batches) | metrics
+            yield metrics if step == 0 else {name: metrics[name] for name in metrics if name not in MISMATCH_METRICS}
+
+    def _list_prepasses(self) -> list[Prepass]:
+        correction, mode = self.algorithm.correction, self.algorithm.loss_mode
+        prepasses: list[Prepass] = []
+        if correction.bypass and (correction.weigh is not None or correction.reject):
+            prepasses.append(partial(prepass_correction, correction=correction))
+        known = PREPASSES if self._batch.shares is None else PREPASSES | BRANCH_PREPASSES
+        return [*prepasses, known[mode]] if mode in known else prepasses
 
 
 def load_functions(algorithm: AlgorithmSettings) -> tuple[Estimator, LossFunction]:
