@@ -166,11 +166,6 @@ def test_settings_that_are_not_supported_yet_are_refused_by_name(text: str, keys
         ("custom_reward_function.path=r.py", "reward.custom_reward_function.path", "r.py"),
         ("ray_init.num_cpus=4", "ray_kwargs.ray_init.num_cpus", 4),
         ("trainer.nnode=4", "trainer.nnodes", 4),
-        ("rollout.val_kwargs.temperature=0.5", "actor_rollout_ref.rollout.val_kwargs.temperature", 0.5),
-        ("rollout={n: 4}", "actor_rollout_ref.rollout.n", 4),
-        ("actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio", 0.1),
-        ("ref.log_prob_micro_batch_size_per_gpu=4", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", 4),
-        ("model.path=tiny", "actor_rollout_ref.model.path", "tiny"),
         ("actor_rollout_ref.actor.lora_rank=16", "actor_rollout_ref.actor.peft.lora_rank", 16),
         ("actor.lora_rank=16", "actor_rollout_ref.actor.peft.lora_rank", 16),
         ("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.actor.peft.lora_rank", 16),
@@ -185,6 +180,22 @@ def test_aliases_are_accepted_with_a_hint(override: str, key: str, value: object
     expected = "x/global_step_500" if value is None else value
     assert get_path(loaded.config, tuple(key.split("."))) == expected
     assert any(("alias of" in hint or "not needed" in hint) and key in hint for hint in loaded.hints)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("rollout.val_kwargs.temperature=0.5", "actor_rollout_ref.rollout.val_kwargs.temperature", 0.5),
+        ("rollout={n: 4}", "actor_rollout_ref.rollout.n", 4),
+        ("actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio", 0.1),
+        ("ref.log_prob_micro_batch_size_per_gpu=4", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", 4),
+        ("model.path=tiny", "actor_rollout_ref.model.path", "tiny"),
+    ],
+)
+def test_documented_short_names_are_accepted_without_a_hint(override: str, key: str, value: object) -> None:
+    [loaded] = load([override], complete=False)
+    assert get_path(loaded.config, tuple(key.split("."))) == value
+    assert not any("alias of" in hint for hint in loaded.hints)
 
 
 @pytest.mark.parametrize(
