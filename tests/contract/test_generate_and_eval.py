@@ -164,6 +164,9 @@ def test_responses_are_scored_by_built_in_scorers_and_counted_by_data_source(
     gsm8k = {name: one["value"] for name, one in found["data_sources"]["gsm8k"].items()}
     assert gsm8k == {"mean@4": 0.5, "pass@1": 0.5, "pass@2": pytest.approx((1.0 + 0.5) / 2), "maj@4": 0.5}
     assert found["data_sources"]["addition"]["maj@4"]["value"] == 1.0
+    scores = [json.loads(line) for line in (tmp_path / "responses.scores.jsonl").read_text().splitlines()]
+    assert len(scores) == 12
+    assert {"location", "data_source", "index", "response", "score", "metrics"} <= scores[0].keys()
     assert "pass@2" in capsys.readouterr().out
 
 

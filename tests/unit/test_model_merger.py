@@ -15,11 +15,14 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from verl.checkpoint import export
 from verl.checkpoint.adapter import adapter_config
 from verl.checkpoint.files import make_directory, write
+from verl.checkpoint.locate import find_saved_model
 from verl.checkpoint.manifest import CheckpointDir
 from verl.checkpoint.save import save
 from verl.checkpoint.shards import read_values
 from verl.cli import main
+from verl.errors import ConfigError
 from verl.models.model_folder import WEIGHTS_INDEX
+from verl.trainer.build.preflight import find_model_problems
 from verl.training.fsdp.lora import fingerprint
 
 pytestmark = pytest.mark.unit
@@ -125,7 +128,8 @@ def test_a_critic_becomes_a_token_classifier_with_one_label(tmp_path: Path) -> N
     ("source", "more", "said"),
     [
         ("run/global_steps_2/actor", [], "RUN has global_step_20"),
-        ("run/global_step_20", [], "name RUN/global_step_20/actor"),
+        ("run/tokenizer", [], "not the folder of a run or a checkpoint of the actor"),
+        ("run/global_step_20", ["--is-value-model"], "not the folder of a run or a checkpoint of the critic"),
         ("run/global_step_2/actor", [], "RUN has global_step_20"),
         ("run/global_step_20/actor", ["--backend", "megatron"], "use --backend fsdp"),
         ("run/global_step_20/actor", ["--tie-word-embedding"], "remove the option"),
@@ -139,6 +143,39 @@ def test_errors_say_what_to_do(
     assert merge(tmp_path / source, tmp_path / "merged", *more) == 2
     assert said.replace("RUN", str(tmp_path / "run")) in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
+
+
+def test_the_folder_of_a_run_means_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    checkpoint(run)
+    (run / "global_step_30").mkdir()  # a save that did not finish
+    assert main(["merge", str(run), "--target_dir", str(tmp_path / "merged")]) == 0
+    assert f"merging {run}/global_step_20/actor, the newest checkpoint" in capsys.readouterr().out
+    assert main(["merge", str(run / "global_step_20"), "--target_dir", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "merged" / "config.json").is_file()
+    assert main(["merge"]) == 2
+    assert "name the folder of a run" in capsys.readouterr().err
+
+
+def test_generation_takes_the_model_of_a_checkpoint_or_says_how_to_make_it(tmp_path: Path) -> None:
+    actor, _ = checkpoint(tmp_path / "run")
+    for path in (tmp_path / "run", actor.parent, actor):
+        with pytest.raises(ConfigError, match=f"run `verl merge {path} --target_dir merged` and set model=merged"):
+            find_saved_model(str(path), "model")
+    (actor / "huggingface" / "model.safetensors").touch()
+    for path in (tmp_path / "run", actor.parent, actor):
+        assert find_saved_model(str(path), "model") == str(actor / "huggingface")
+    assert find_saved_model("org/name", "model") == "org/name"
+
+
+def test_checkpoints_are_not_scored_or_trained_but_the_message_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint(tmp_path / "run")
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    assert f"--output responses.parquet model.path={tmp_path}/run" in capsys.readouterr().err
+    [problem, *_] = find_model_problems({"model.path": str(tmp_path / "run")}, trust_remote_code=False)
+    assert f"run `verl merge {tmp_path}/run --target_dir merged`" in problem
 
 
 def test_both_spellings_of_a_step_folder_are_accepted(tmp_path: Path) -> None:

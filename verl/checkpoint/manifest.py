@@ -37,6 +37,7 @@ from verl.errors import CheckpointError
 
 PREFIX = "global_step_"
 TRAINER = "trainer.json"
+METADATA = "metadata.json"  # in each folder of shards
 MANIFEST = "ckpt_contents.json"
 MARK = "INCOMPLETE"
 MARK_TEXT = "This checkpoint is being written, or the save did not finish."

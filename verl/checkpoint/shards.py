@@ -25,9 +25,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from verl.checkpoint.files import ChecksummedFile, FileChecksum, write
+from verl.checkpoint.manifest import METADATA
 from verl.errors import CheckpointError
 
-METADATA = "metadata.json"
 FORMAT = 3
 SHARD = re.compile(r"shard-\d{5,}-of-\d{5,}\.safetensors")
 DTYPES = {

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint.locate import find_shards
 from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
 from verl.config.command_line import split_arguments
 from verl.config.load import load_for_generation
@@ -41,11 +42,15 @@ options:
   --threshold X           lowest score of a correct response (0.5)
   --draws N               bootstrap draws (1000)
   --output FILE           also write the results as JSON
+  --scores FILE           JSON lines with the score and metrics of each response (RESPONSES.scores.jsonl)
 
 {SETTINGS_HELP}
 example:
   verl eval responses.parquet reward.custom_reward_function.path=my_reward.py
 """
+
+
+_LISTED_FAILURES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, 
     parser.add_argument("--threshold", type=float, default=0.5)
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--output")
+    parser.add_argument("--scores")
     options, rest = parser.parse_known_args(list(argv))
     files, settings = split_arguments(rest)
     if not files:
@@ -91,13 +97,23 @@ def main(argv: Sequence[str]) -> int:
                 "a function (reward.custom_reward_function.path), or use the built-in scorers"
             ]
         )
+    for file in files:
+        if find_shards(Path(file)) is not None:
+            raise DataError(
+                f"{file}: is a checkpoint, and verl eval scores responses; generate them first: verl generate "
+                f"test.parquet --output responses.parquet model.path={file}, then run verl eval responses.parquet"
+            )
     rows = list(_read_rows(files, options.responses, config.data.prompt_key))
     if not any(isinstance(response, str) for row in rows for response in row.responses):
         raise DataError(
             f"{', '.join(files)}: no responses in column {options.responses!r} of {len(rows):,} rows; generate them "
             "with verl generate, or name another column: --responses NAME"
         )
-    by_source, failures = _group_by_source(rows, asyncio.run(_score_all(config, rows)))
+    results = asyncio.run(_score_all(config, rows))
+    by_source, failures = _group_by_source(rows, results)
+    scores = Path(options.scores or find_files(files)[0].with_suffix(".scores.jsonl"))
+    _write_scores(scores, rows, results)
+    console.note(f"wrote {scores}: the score and metrics of each response")
     _check_failures(config, failures, sum(len(row.responses) for row in rows), console)
     estimates = {
         source: summarize(prompts, threshold=options.threshold, ks=options.k, draws=options.draws)
@@ -108,11 +124,11 @@ def main(argv: Sequence[str]) -> int:
             console.advice(f"--k {k}: no prompt has {k} scored responses; generate more (actor_rollout_ref.rollout.n)")
     console.banner(_render(estimates), title=f"{len(rows):,} prompts")
     if options.output:
-        results = {
+        by_name = {
             source: {name: asdict(estimate) for name, estimate in metrics.items()}
             for source, metrics in estimates.items()
         }
-        text = json.dumps({"data_sources": results, "failures": len(failures)}, indent=2)
+        text = json.dumps({"data_sources": by_name, "failures": len(failures)}, indent=2)
         Path(options.output).write_text(text + "\n", encoding="utf-8")
     return 0
 
@@ -169,14 +185,25 @@ def _group_by_source(
     return by_source, failures
 
 
+def _write_scores(path: Path, rows: Sequence[_Row], results: Sequence[Sequence[RewardResult]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row, of_row in zip(rows, results, strict=True):
+            for index, (response, result) in enumerate(zip(row.responses, of_row, strict=True)):
+                said = {"location": row.location, "data_source": row.data_source, "index": index, "response": response}
+                file.write(json.dumps(said | asdict(result), default=str) + "\n")
+
+
 def _check_failures(config: Config, failures: Sequence[str], responses: int, console: Console) -> None:
     if not failures:
         return
     limit = config.reward.max_failure_rate
-    problem = f"{len(failures):,} of {responses:,} responses could not be scored and are not counted. The first:"
+    kinds = Counter(failures)
+    problem = f"{len(failures):,} of {responses:,} responses could not be scored and are not counted:"
+    listed = "\n".join(f"{count:,} x {message}" for message, count in kinds.most_common(_LISTED_FAILURES))
+    more = f"\n... and {len(kinds) - _LISTED_FAILURES:,} other messages" if len(kinds) > _LISTED_FAILURES else ""
     if len(failures) / responses > limit:
-        raise RewardError(f"{problem}\n{failures[0]}\nThis is more than reward.max_failure_rate={limit:g} allows.")
-    console.advice(f"{problem}\n{failures[0]}")
+        raise RewardError(f"{problem}\n{listed}{more}\nThis is more than reward.max_failure_rate={limit:g} allows.")
+    console.advice(f"{problem}\n{listed}{more}")
 
 
 def _render(estimates: dict[str, dict[str, Estimate]]) -> str:

@@ -17,11 +17,13 @@ from typing import Any
 
 from verl.agents.episode import single_turn
 from verl.agents.transcript import Transcript
+from verl.checkpoint.locate import find_saved_model
 from verl.cluster.hangs.pending_calls import MARGIN_S
 from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
 from verl.commands.response_files import PartFiles, ResponseTable
 from verl.config.command_line import split_arguments
 from verl.config.load import LoadedConfig, load_for_generation
+from verl.config.paths import change_settings
 from verl.config.schema import MISSING
 from verl.config.schema.root import Config
 from verl.data.chat import chat_template_hint
@@ -51,6 +53,7 @@ options:
 {SETTINGS_HELP}
 example:
   verl generate test.parquet --output responses.parquet model.path=Qwen/Qwen2.5-0.5B-Instruct rollout.n=8
+  verl generate test.parquet model.path=checkpoints/verl/default   # the newest checkpoint of a run
 """
 
 VERSION_FROM_DISK = -1
@@ -92,7 +95,13 @@ def read_arguments(argv: Sequence[str]) -> tuple[Path, int, LoadedConfig[Config]
         )
     if problems:
         raise ConfigError(problems)
-    return output, options.part, loaded
+    return output, options.part, replace(loaded, config=_with_saved_model(loaded.config))
+
+
+def _with_saved_model(config: Config) -> Config:
+    """Return the settings with the model in a checkpoint, if they name a checkpoint or the folder of a run."""
+    key = "actor_rollout_ref.model.path"
+    return change_settings(config, {key: find_saved_model(config.actor_rollout_ref.model.path, key)})
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.checkpoint.files import replace
-from verl.checkpoint.manifest import find_corruption
+from verl.checkpoint.locate import find_shards
+from verl.checkpoint.manifest import METADATA, CheckpointDir, find_corruption
 from verl.checkpoint.model_card import CARD, check_upload, render_model_card, upload_model
 from verl.commands.arguments import ArgumentParser
 from verl.errors import CheckpointError, VerlError, list_some
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from verl.commands.checkpoint_model import CheckpointModel
 
 HELP = """\
-usage: verl merge --local_dir DIR --target_dir DIR [options]
+usage: verl merge DIR --target_dir DIR [options]
        python -m verl.model_merger merge --backend fsdp --local_dir DIR --target_dir DIR [options]
        python -m verl.model_merger test --backend fsdp --local_dir DIR --test_hf_dir DIR [options]
 
@@ -30,7 +31,7 @@ compared with the checkpoint: names, shapes, types, all values, tied weights, an
 (README.md) says where it comes from.
 
 options:
-  --local_dir DIR           checkpoint: .../global_step_N/actor
+  DIR, --local_dir DIR      folder of a run (its newest checkpoint), a checkpoint, or .../global_step_N/actor
   --target_dir DIR          folder of the new model; must not exist
   --test_hf_dir DIR         model to compare
   --backend fsdp            engine that wrote the checkpoint
@@ -45,7 +46,7 @@ options:
   --trust-remote-code       run code that comes with the model
 
 example:
-  verl merge --local_dir checkpoints/verl/default/global_step_20/actor --target_dir merged
+  verl merge checkpoints/verl/default --target_dir merged
 """
 
 _FLAGS = ("private", "adapter", "tie_word_embedding", "is_value_model", "use_cpu_initialization", "trust_remote_code")
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         raise VerlError("--backend megatron: only FSDP checkpoints are supported; use --backend fsdp")
     if options.hf_upload_path:
         check_upload(options.hf_upload_path)
-    path = _find_checkpoint(Path(options.local_dir))
+    path = _find_checkpoint(Path(options.local_dir), "critic" if options.is_value_model else "actor")
 
     from verl.commands.checkpoint_model import CheckpointModel
 
@@ -90,12 +91,16 @@ def _read_options(argv: Sequence[str]) -> argparse.Namespace:
         arguments.insert(0, "merge")
     parser = ArgumentParser("verl merge", allow_abbrev=True)
     parser.add_argument("operation", choices=["merge", "test"])
+    parser.add_argument("folder", nargs="?")
     parser.add_argument("--backend", default="fsdp", choices=["fsdp", "megatron"])
     for name in ("local_dir", "target_dir", "test_hf_dir", "hf_model_path", "hf_upload_path"):
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", required=name == "local_dir")
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     for name in _FLAGS:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", action="store_true")
     options = parser.parse_args(arguments)
+    options.local_dir = options.local_dir or options.folder
+    if options.local_dir is None:
+        parser.error("name the folder of a run or a checkpoint, such as `verl merge checkpoints/verl/default`")
     required = "target_dir" if options.operation == "merge" else "test_hf_dir"
     if getattr(options, required) is None:
         parser.error(f"--{required} is required")
@@ -108,10 +113,8 @@ def _read_options(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _find_checkpoint(path: Path) -> Path:
-    """Return the folder of shards, after verifying its checksums."""
-    from verl.checkpoint.shards import METADATA
-
+def _find_checkpoint(path: Path, model: str) -> Path:
+    """Return the folder of shards of `model`, after verifying its checksums."""
     if not path.is_dir():  # the other spelling, which settings accept too
         path = Path(re.sub(r"global_steps_(\d+)", r"global_step_\1", str(path)))
     if not path.is_dir():
@@ -120,14 +123,18 @@ def _find_checkpoint(path: Path) -> Path:
         raise CheckpointError(
             f"--local_dir {path}: no such directory; {folder} has {', '.join(names) or 'no directories'}"
         )
-    if not (path / METADATA).is_file():
-        inside = [each for each in ("actor", "critic") if (path / each / METADATA).is_file()]
-        hint = f"; name {path / inside[0]}" if inside else f": {METADATA} is missing"
-        raise CheckpointError(f"--local_dir {path}: not a folder of shards, such as .../global_step_20/actor{hint}")
-    step = path.resolve().parent
+    if (shards := find_shards(path, model)) is None:
+        raise CheckpointError(
+            f"--local_dir {path}: not the folder of a run or a checkpoint of the {model}, such as .../global_step_20: "
+            f"{METADATA} is missing"
+        )
+    step = shards.resolve().parent
+    if shards.parent != path and shards != path:
+        steps = ", ".join(map(str, CheckpointDir(step.parent).steps()))
+        sys.stdout.write(f"merging {shards}, the newest checkpoint (steps with one: {steps})\n")
     if corruption := find_corruption(step):
         raise CheckpointError(f"checkpoint {step} is corrupt, nothing was merged: {list_some(corruption)}")
-    return path
+    return shards
 
 
 def _write_model(checkpoint: CheckpointModel, target: Path) -> list[str]:

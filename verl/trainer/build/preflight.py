@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint.locate import find_shards
 from verl.cluster.nvidia_smi import query_gpus
 from verl.config.checks.device_support import check_capability, find_cpu_conflicts
 from verl.config.features import (
@@ -220,6 +221,9 @@ def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: b
         if not key.endswith(_NOT_TRAINED):
             yield from (f"{key}: {problem}" for problem in family_problems(path))
         folder = Path(path).expanduser()
+        if find_shards(folder) is not None:
+            fix = f"run `verl merge {path} --target_dir merged` and set {key}=merged"
+            yield f"{key}={path}: is a checkpoint, not a Hugging Face model; {fix}"
         if folder.is_dir() or not _is_local(path):
             continue
         existing, near = suggest_path(folder)
