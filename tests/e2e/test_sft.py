@@ -77,7 +77,7 @@ def test_the_documented_settings_train_stop_go_on_and_merge(assets: Assets, tmp_
     output = ""
     for line in stopped.stdout:
         output += line
-        if line.startswith("step   4/30"):
+        if line.startswith("step  4/30"):
             os.killpg(stopped.pid, signal.SIGTERM)  # as `timeout` does
     assert stopped.wait() == 143, output
     assert "saved and stopped after step" in output

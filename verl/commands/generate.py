@@ -120,7 +120,8 @@ async def _generate(config: Config, output: Path, part: int, console: Console) -
     from verl.trainer.build.runtime import with_absolute_paths
 
     check_files(config)
-    prompts = _Prompts(config)
+    with console.stage("reading the data", is_logged=False):
+        prompts = _Prompts(config)
     dataset, table = prompts.dataset, ResponseTable(prompts.dataset, has_episodes=prompts.agent is not None)
     for note in filter(None, (str(dataset.report), prompts.hint, *table.notes)):
         console.note(note)
@@ -129,6 +130,7 @@ async def _generate(config: Config, output: Path, part: int, console: Console) -
     starts = range(0, len(dataset), part)
     pending = [start for start in starts if not parts.has(start)]
     if finished := len(starts) - len(pending):
+        prompts.finished = finished * part
         console.note(f"resuming: {finished} parts of {part} prompts are finished, in {parts.folder}")
     async with AsyncExitStack() as closing:
         pool, supervisor = await _start_engines(config, console, closing)
@@ -137,7 +139,8 @@ async def _generate(config: Config, output: Path, part: int, console: Console) -
         for start in pending:
             rows = range(start, min(start + part, len(dataset)))
             generation = asyncio.gather(*(prompts.generate(row, config, pool) for row in rows))
-            episodes = await supervisor.run_while_available(generation)
+            with console.stage("generating", prompts.describe_progress, is_logged=False):
+                episodes = await supervisor.run_while_available(generation)
             columns = map(prompts.to_columns, episodes)
             parts.write(start, table.build([dataset.row(row) | new for row, new in zip(rows, columns, strict=True)]))
             console.note(f"{rows.stop:,} of {len(dataset):,} prompts are finished")
@@ -162,7 +165,8 @@ async def _start_engines(
     engines = place_engines(config, builder.pool, builder.device, load_format="auto")
     for engine in engines:
         closing.push_async_callback(engine.close)
-    await asyncio.gather(*(engine.start() for engine in engines))
+    with console.stage("starting the rollout engines"):
+        await asyncio.gather(*(engine.start() for engine in engines))
     supervisor = build_supervisor(config, engines, restarts)
 
     async def sync_one(engine_id: int) -> None:
@@ -197,6 +201,7 @@ class _Prompts:
         )
         first = self.dataset.row(0)[data.prompt_key]
         self.hint = chat_template_hint(tokenizer, first, data.apply_chat_template_kwargs)
+        self.finished = 0
 
     async def generate(self, row: int, config: Config, pool: EnginePool) -> list[Transcript]:
         prompt = self.dataset[row]
@@ -205,7 +210,12 @@ class _Prompts:
         count = config.actor_rollout_ref.rollout.n
         seeds = [SamplingParams.make_seed(config.trainer.seed, "generate", prompt.row, index) for index in range(count)]
         episodes = (play(prompt, pool.start_episode(), replace(self.sampling, seed=seed)) for seed in seeds)
-        return await asyncio.gather(*episodes)
+        finished = await asyncio.gather(*episodes)
+        self.finished += 1
+        return finished
+
+    def describe_progress(self) -> str:
+        return f"{self.finished:,} of {len(self.dataset):,} prompts"
 
     def to_columns(self, episodes: Sequence[Transcript]) -> dict[str, Any]:
         columns: dict[str, Any] = {

@@ -29,7 +29,9 @@ def main(argv: Sequence[str]) -> int:
     if not is_first:
         return 0
     points = load_sft(argv)
-    from verl.trainer.launcher import run_all  # imports Ray, after the settings have been checked
+    with Console().stage("importing libraries", is_logged=False):  # after the settings have been checked
+        import verl.sft.builder  # noqa: F401
+        from verl.trainer.launcher import run_all
 
     return run_all(points, _train)
 
@@ -39,6 +41,7 @@ async def _train(config: SftConfig, console: Console) -> int:
     from verl.sft.data import check_sft_run
     from verl.trainer.launcher import run
 
-    check_sft_run(config)
+    with console.stage("checking model and data", is_logged=False):
+        check_sft_run(config)
     console.banner(render_sizes(config), title="sizes of a step")
     return await run(config, console, lambda config, restarts: build_sft_trainer(config, console, restarts=restarts))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from verl.commands.arguments import SETTINGS_HELP
 from verl.config.load import load
+from verl.tracking.console import Console
 
 HELP = f"""\
 usage: verl train [settings]
@@ -22,6 +23,8 @@ actor_rollout_ref.rollout.n=8
 def main(argv: Sequence[str]) -> int:
     """Train once per point of the sweep (once without `-m`); return the exit code."""
     points = load(argv)
-    from verl.trainer.launcher import run_all, train  # imports Ray, after the settings have been checked
+    with Console().stage("importing libraries", is_logged=False):  # after the settings have been checked
+        import verl.trainer.build.rl_builder  # noqa: F401
+        from verl.trainer.launcher import run_all, train
 
     return run_all(points, train)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,11 @@ class Example:
     answer: str
     before: str
     after: str
+
+    @property
+    def change(self) -> tuple[bool, bool]:
+        """Whether the response before and the one after are correct."""
+        return self.before == self.answer, self.after == self.answer
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -62,9 +68,22 @@ def render_report(
             "",
         ]
     if examples:
-        lines.append("some held-out problems  before   after    correct")
-        lines += [f"  {e.prompt:<20}  {_mark(e.before, e)}  {_mark(e.after, e)}  {e.answer}" for e in examples]
+        changes = Counter(example.change for example in examples)
+        lines += [
+            f"of {len(examples)} held-out problems {changes[False, True]} turned right, {changes[True, False]} turned "
+            "wrong; a sample in these proportions",
+            "                        before   after    correct",
+        ]
+        for e in choose_sample(examples):
+            lines.append(f"  {e.prompt:<20}  {_mark(e.before, e)}  {_mark(e.after, e)}  {e.answer}")
     return "\n".join(lines).rstrip("\n")
+
+
+def choose_sample(examples: Sequence[Example], count: int = 6) -> list[Example]:
+    """Return examples whose changes, such as from wrong to right, are as frequent as among all of them."""
+    by_change = sorted(examples, key=lambda example: example.change)
+    count = min(count, len(examples))
+    return [by_change[(2 * index + 1) * len(examples) // (2 * count)] for index in range(count)]
 
 
 def _percent(share: float) -> str:

@@ -59,17 +59,25 @@ async def run_demo(folder: Path, loaded: LoadedConfig, console: Console) -> None
     console.note(f"creating a model with 0.6 million parameters and addition problems in {folder}/")
     creation = asyncio.create_task(asyncio.to_thread(_create_assets, folder))
     await asyncio.sleep(0)  # the thread imports torch and creates the model while Ray starts
-    if note := connect(loaded.config.ray_kwargs.ray_init.arguments()):
-        console.note(note)
-    assets = await creation
+    with console.stage("creating the model and starting Ray", is_logged=False):
+        if note := connect(loaded.config.ray_kwargs.ray_init.arguments()):
+            console.note(note)
+        assets = await creation
     console.hints(loaded.hints)
     config = with_free_folder(loaded.config, console.note)
     console.banner(render_sizes(config), title="sizes of a step")
-    await check_rl_run(config)
+    with console.stage("checking models, data and the reward function", is_logged=False):
+        await check_rl_run(config)
     await _train(config, assets, console)
-    examples = _generate_examples(assets, folder / "trained")
+    with console.stage("generating responses of both models", is_logged=False):
+        examples = _generate_examples(assets, folder / "trained")
     console.banner(render_report(read_metrics(config.trainer.checkpoint_dir), examples), title="results")
-    console.note(f"the trained model is in {folder / 'trained'}, a Hugging Face model folder")
+    console.note(
+        f"the trained model is in {folder / 'trained'}, a Hugging Face model folder; to try and score it:\n"
+        f"  verl generate {assets.test} --output responses.parquet model.path={folder / 'trained'} "
+        f"rollout.temperature=0 data.max_response_length={RESPONSE_LENGTH} trainer.n_gpus_per_node=1\n"
+        "  verl eval responses.parquet"
+    )
 
 
 def _create_assets(folder: Path) -> Assets:
@@ -88,10 +96,12 @@ async def _train(config: Config, assets: Assets, console: Console) -> None:
     from verl.weights.bucket import unpack
 
     console.note("warming the model up with supervised steps, while the other processes start")
-    warmup = asyncio.create_task(asyncio.to_thread(warm_up, assets.folder))
+    progress = ["step 0"]
+    warmup = asyncio.create_task(asyncio.to_thread(warm_up, assets.folder, report=progress.append))
 
     async def wait_for_warmup() -> None:
-        result = await warmup
+        with console.stage("warming up", lambda: progress[-1], is_logged=False):
+            result = await warmup
         console.note(
             f"warmed up in {result.steps} steps, {result.seconds:.0f} s: {result.accuracy:.0%} of held-out sums correct"
         )
@@ -105,15 +115,15 @@ async def _train(config: Config, assets: Assets, console: Console) -> None:
         write_weights(assets.folder / "trained", weights.items())
 
 
-def _generate_examples(assets: Assets, trained: Path, count: int = 6) -> list[Example]:
-    """Return responses of both models to held-out problems, generated with transformers as a check of vLLM."""
+def _generate_examples(assets: Assets, trained: Path) -> list[Example]:
+    """Return responses of both models to all held-out problems, generated with transformers as a check of vLLM."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from verl.demo.assets import read_problems
     from verl.demo.warmup import encode, generate_greedy
 
     tokenizer = AutoTokenizer.from_pretrained(assets.model)
-    problems = read_problems(assets.test)[:count]
+    problems = read_problems(assets.test)
     prompts = encode(tokenizer, problems)[:, :-RESPONSE_LENGTH]
     before, after = (
         tokenizer.batch_decode(

@@ -7,7 +7,7 @@ steps are those of `verl sft`, until greedy responses to held-out problems reach
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +50,9 @@ def warm_up(
     threads: int = 1,
     seed: int = 0,
     optimizer: Optimizer = "adamw",
+    report: Callable[[str], object] = str,
 ) -> WarmUp:
-    """Train the model in `folder` in place, on one rank in this process."""
+    """Train the model in `folder` in place, on one rank in this process; `report` gets the progress of each step."""
     torch.set_num_threads(threads)
     start, assets = time.perf_counter(), Assets(Path(folder))
     path = str(assets.model)
@@ -73,6 +74,7 @@ def warm_up(
             [rank_batch] = split_batch(batch, ranks=1, limit=MicroBatchLimit(samples=_BATCH, tokens=None))
             step_loss = model.update(rank_batch)["train/loss"]
             loss = step_loss if step == 1 else 0.8 * loss + 0.2 * step_loss
+            report(f"step {step} of at most {max_steps}, loss {loss:.2f}")
             if step % _MEASURE_EVERY == 0 and loss < _MEASURE_BELOW_LOSS:
                 _copy_weights(model.engine.weights(), copy)
                 if measure_accuracy(copy, test[:_MEASURED_PROBLEMS]) >= target:

@@ -44,11 +44,11 @@ class SFTBuilder(RunBuilder[SftConfig]):
     async def build(self) -> TrainLoop[SFTTrainer]:
         await self.start_runtime()
         model = self.spawn_train_workers(SFTWorkerGroup)
-        with timer(self.times, "start_data"):
+        with timer(self.times, "start_data"), self.console.stage("reading the data"):
             data = await asyncio.to_thread(read_sft_data, self.config)
         schedule = build_schedule(self.config, data)
         self.note([*data.notes, _describe(schedule, data), *device_hints(self.config, self.device, SFT_HINTS)])
-        with timer(self.times, "start_train_workers"):
+        with timer(self.times, "start_train_workers"), self.console.stage("starting the train workers"):
             self.note(await model.start(rank_settings(self.config, schedule.total_steps, self.device)))
         stream = PromptStream(data.order)
         version = await self.resume(model, stream, schedule)

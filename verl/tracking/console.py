@@ -7,11 +7,14 @@ the columns that fit their width; all metrics are in metrics.jsonl.
 from __future__ import annotations
 
 import errno
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import rich.console
+from rich.live import Live
 from rich.text import Text
 
 from verl.redaction import redact
@@ -26,9 +29,11 @@ class _Column:
     priority: int  # a narrow terminal drops the columns with the highest numbers first
     style: str = ""
     unit: str = ""
+    is_sum: bool = False  # of all keys, instead of the first
 
     def find(self, metrics: Mapping[str, float]) -> float | None:
-        return next((metrics[key] for key in self.keys if key in metrics), None)
+        found = [metrics[key] for key in self.keys if key in metrics]
+        return (sum(found) if self.is_sum else found[0]) if found else None
 
     @property
     def total_width(self) -> int:
@@ -38,28 +43,38 @@ class _Column:
 
 _LEARNING = (
     _Column("loss", ("train/loss",), ".4f", 6, 0, "bold green"),
-    _Column("lr", ("train/lr",), ".1e", 7, 3),
+    _Column("lr", ("train/lr",), ".1e", 7, 5),
     _Column("reward", ("reward/mean",), ".3f", 6, 0, "bold green"),
-    _Column("kl", ("actor/kl_loss", "actor/reward_kl", "actor/ppo_kl"), ".4f", 7, 3),
-    _Column("teacher kl", ("actor/distillation_kl",), ".4f", 7, 2),
-    _Column("entropy", ("actor/entropy",), ".2f", 5, 6),
-    _Column("clip", ("actor/pg_clipfrac",), ".2f", 5, 9),
-    _Column("grad", ("actor/grad_norm", "train/grad_norm"), ".2f", 5, 4),
-    _Column("critic", ("critic/vf_loss",), ".4f", 6, 7),
-    _Column("process", ("process/accuracy",), ".2f", 5, 7),
-    _Column("dropped", ("sampling/groups_dropped",), ".0f", 4, 10),
-    _Column("len", ("response_length/mean",), ".1f", 6, 5),
+    _Column("kl", ("actor/kl_loss", "actor/reward_kl", "actor/ppo_kl"), ".4f", 6, 4),
+    _Column("teacher kl", ("actor/distillation_kl",), ".4f", 6, 4),
+    _Column("entropy", ("actor/entropy",), ".2f", 5, 8),
+    _Column("clipped", ("actor/pg_clipfrac",), ".2f", 5, 11),
+    _Column("grad norm", ("actor/grad_norm", "train/grad_norm"), ".2f", 5, 7),
+    _Column("value loss", ("critic/vf_loss",), ".4f", 6, 9),
+    _Column("process accuracy", ("process/accuracy",), ".2f", 5, 9),
+    _Column("dropped", ("sampling/groups_dropped",), ".0f", 4, 12),
+    _Column("tokens", ("response_length/mean",), ".0f", 5, 6),
 )
 _TIMES = (
-    _Column("gen", ("timing_s/gen",), ".1f", 4, 11, "cyan", "s"),
-    _Column("prep", ("timing_s/prepare",), ".1f", 4, 13, "cyan", "s"),
-    _Column("update", ("timing_s/update",), ".1f", 4, 12, "cyan", "s"),
-    _Column("sync", ("timing_s/sync",), ".1f", 4, 13, "cyan", "s"),
-    _Column("=", ("timing_s/step",), ".1f", 5, 2, unit="s"),
-    _Column("", ("perf/throughput",), ",.0f", 7, 8, "cyan", " tok/s"),
+    _Column("generate", ("timing_s/gen",), ".1f", 4, 3, "cyan", "s"),
+    _Column("train", ("timing_s/prepare", "timing_s/update"), ".1f", 4, 3, "cyan", "s", is_sum=True),
+    _Column("sync", ("timing_s/sync",), ".1f", 4, 3, "cyan", "s"),
+    _Column("total", ("timing_s/step",), ".1f", 5, 2, unit="s"),
+    _Column("", ("perf/throughput",), ",.0f", 7, 10, "cyan", " tokens/s"),
 )
 _ETA = _Column("eta", (), "", 6, 1, "dim")
 _RECENT = 20
+_SPINNER, _SPINNER_HZ = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", 4
+
+
+@dataclass(eq=False, slots=True)
+class _Stage:
+    name: str
+    progress: Callable[[], str]
+    start: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.name, self.progress(), duration(time.monotonic() - self.start))))
 
 
 class Console:
@@ -73,6 +88,47 @@ class Console:
         self._out = out or rich.console.Console(highlight=False)
         self._columns: tuple[_Column, ...] = ()
         self._step_times: deque[float] = deque(maxlen=_RECENT)
+        self._stages: list[_Stage] = []
+        self._live: Live | None = None
+        self.is_animated = self._out.is_terminal
+
+    @contextmanager
+    def stage(self, name: str, progress: Callable[[], str] = str, *, is_logged: bool = True) -> Iterator[None]:
+        """Show what the run is doing: on a terminal with a spinner and its seconds, elsewhere as a line.
+
+        Args:
+            name: What is being done, such as "starting Ray". Stages may overlap.
+            progress: Returns how far it is, such as "12 of 64".
+            is_logged: Whether to print a line where there is no terminal.
+        """
+        if not self.is_animated:
+            if is_logged:
+                self.note(f"{name} ...")
+            yield
+            return
+        self._stages.append(stage := _Stage(name, progress))
+        if self._live is None:
+            self._live = Live(
+                get_renderable=self._render_stages,
+                console=self._out,
+                refresh_per_second=_SPINNER_HZ,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        try:
+            yield
+        finally:
+            self._stages.remove(stage)
+            if not self._stages and self._live is not None:
+                self._live.stop()
+                self._live = None
+
+    def _render_stages(self) -> Text:
+        frame = _SPINNER[int(time.monotonic() * _SPINNER_HZ) % len(_SPINNER)]
+        text = "; ".join(map(str, [*self._stages]))
+        return Text(f"{frame} {text}", style="cyan", no_wrap=True, overflow="ellipsis")
 
     def banner(self, text: str, title: str = "") -> None:
         """Print a block of text between two rules, such as the derived sizes of a run."""
@@ -86,7 +142,7 @@ class Console:
         self._columns = tuple(
             column for column in _LEARNING + _TIMES if column in self._columns or column.find(metrics) is not None
         )
-        line = Text("step  ").append(self._progress(step), style="bold")
+        line = Text("step ").append(self._progress(step), style="bold")
         remaining = self._remaining(metrics, step)
         columns = self._fitting_columns(len(line) + len("  |"), has_eta=bool(remaining))
         for column in columns:
@@ -102,7 +158,7 @@ class Console:
 
     def validation(self, metrics: Mapping[str, float], step: int) -> None:
         """Print the line of one validation: all `val/` metrics, without the prefix."""
-        line = Text("valid ").append(self._progress(step), style="bold")
+        line = Text("validation ").append(self._progress(step), style="bold")
         for name, value in metrics.items():
             if name.startswith("val/"):
                 line.append(f"  {name.removeprefix('val/')} ", style="dim").append(f"{value:.3f}", style="bold magenta")

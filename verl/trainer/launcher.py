@@ -38,7 +38,8 @@ async def train(config: Config, console: Console, reward: Callable[..., Any] | N
     from verl.trainer.build.preflight import check_rl_run
     from verl.trainer.build.rl_builder import build_trainer  # imports Ray, after the settings have been checked
 
-    await check_rl_run(config, reward)
+    with console.stage("checking models, data and the reward function", is_logged=False):
+        await check_rl_run(config, reward)
     console.banner(render_sizes(config), title="sizes of a step")
     return await run(
         config, console, lambda config, restarts: build_trainer(config, console, restarts=restarts, reward=reward)

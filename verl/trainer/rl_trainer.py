@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from verl.data.plan import Planner
@@ -15,6 +17,14 @@ from verl.trainer.train_loop import Validation
 from verl.weights.sync import WeightSync
 from verl.workers.episode_pool import EpisodeClient
 from verl.workers.train import PolicyGroup
+
+_PHASES = {
+    "gen": "generating",
+    "plan": "planning",
+    "sleep": "freeing the engines' memory",
+    "prepare": "computing log-probs and advantages",
+    "update": "updating the model",
+}
 
 
 class RLTrainer:
@@ -40,22 +50,23 @@ class RLTrainer:
         times = Metrics()
         with timer(times, "step"):
             self.buffer.advance(version)  # episodes start, as many as max_staleness allows
-            with timer(times, "gen"):
+            with self._phase(times, "gen"):
                 samples = await self.buffer.take(self.buffer.batch)
                 self._advise(self.buffer.warnings)
-            with timer(times, "plan"):
+            with self._phase(times, "plan"):
                 plan = self.planner.plan(samples)  # balance tokens over ranks, cut mini-batches
                 self._advise(plan.warnings)
-            with timer(times, "sleep"):
+            with self._phase(times, "sleep"):
                 await self.weights.free_devices()  # engines sleep, where they share devices with the trainer
-            with timer(times, "prepare"):
+            with self._phase(times, "prepare"):
                 stats = await self.policy.prepare(plan)  # old/ref log-probs, advantages: they stay on the workers
-            with timer(times, "update"):
+            with self._phase(times, "update"):
                 async with self.weights.updating():  # no engine rejoins while the weights change
                     self._weights_version = None
                     update = await self.policy.update()
                     self._weights_version = version + 1
-            sync = await self.weights.sync(version + 1)  # every engine moves to the new version, and proves it
+            with self.console.stage("sending the weights to the engines", is_logged=False):
+                sync = await self.weights.sync(version + 1)  # every engine moves to the new version, and proves it
             self.buffer.discard_from(self.weights.outliers)
         whole = {
             "data/position": self.buffer.position,
@@ -68,7 +79,8 @@ class RLTrainer:
 
     async def begin(self, version: int) -> None:
         self._weights_version = version
-        await self.weights.sync(version)
+        with self.console.stage("sending the weights to the engines", is_logged=False):
+            await self.weights.sync(version)
 
     async def diagnose(self, metrics: Metrics, version: int) -> list[str]:
         preview = await self.episodes.preview("train") if is_uniform(metrics) else ""
@@ -77,7 +89,8 @@ class RLTrainer:
     async def validate(self, version: int) -> Validation | None:
         if self.evaluator is None:
             return None
-        means = await self.evaluator.evaluate()
+        with self.console.stage("validating", partial(self.episodes.describe_progress, "val"), is_logged=False):
+            means = await self.evaluator.evaluate()
         return Validation(means, [*self.evaluator.warnings, *self._diagnosis.advise_validation(means, version)])
 
     def state(self, version: int) -> dict[str, Any]:
@@ -85,6 +98,13 @@ class RLTrainer:
 
     def has_weights(self, version: int) -> bool:
         return self._weights_version == version
+
+    @contextmanager
+    def _phase(self, times: Metrics, name: str) -> Iterator[None]:
+        """Time a phase of the step, and show it on a terminal."""
+        progress = partial(self.episodes.describe_progress, "train") if name == "gen" else str
+        with timer(times, name), self.console.stage(_PHASES[name], progress, is_logged=False):
+            yield
 
     def _advise(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -132,7 +132,8 @@ class TrainLoop(Generic[T_co]):
                 reason = await self._validate(stop)
             if reason or self.schedule.saves_at(self.version):
                 await self.save()
-        await self.checkpointer.finish()
+        with self.console.stage("saving", is_logged=False):
+            await self.checkpointer.finish()
         if reason:
             done = "stopped before the first step"
             if self.version > first:
@@ -149,7 +150,8 @@ class TrainLoop(Generic[T_co]):
     async def _step(self) -> None:
         self._state = self.task.state(self.version)
         async with nullcontext() if self.profiler is None else self.profiler.recording(self.version + 1):
-            metrics = await self.task.step(self.version)
+            with self.console.stage(f"step {self.version + 1}", is_logged=False):
+                metrics = await self.task.step(self.version)
         self.version += 1
         self.tracker.log(metrics | self.restarts.metrics(), self.version)
         self._advise(await self.task.diagnose(metrics, self.version))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -121,6 +122,11 @@ class EpisodeClient:
         self._config, self._pool, self._supervisor, self.failures = config, pool, supervisor, failures
         self._sampling = _sampling_params(config, stop_token_ids)
         self._greedy_baseline = greedy_baseline
+        self._started, self._finished = Counter[str](), Counter[str]()  # responses by split, since all were finished
+
+    def describe_progress(self, split: str) -> str:
+        """Return how many responses of the step, or of the validation, are finished."""
+        return f"{self._finished[split]:,} of {self._started[split]:,} responses" if self._started[split] else ""
 
     async def run_group(self, position: int, row: int) -> list[SampleHandle] | None:
         """Return the scored samples of one training prompt; None if the prompt is too long."""
@@ -151,7 +157,12 @@ class EpisodeClient:
             seeds = [SamplingParams.make_seed(seed, split, group, index) for index in range(count)]
         greedy_baseline = split == "train" and self._greedy_baseline
         request = GroupRequest(split, row, group, seeds, self._sampling[split], greedy_baseline)
-        return await self._supervisor.run_while_available(self._pool.run(request))
+        if self._finished[split] == self._started[split]:
+            self._started[split] = self._finished[split] = 0
+        self._started[split] += count
+        handles = await self._supervisor.run_while_available(self._pool.run(request))
+        self._finished[split] += count
+        return handles
 
 
 def _sampling_params(config: Config, stop_token_ids: tuple[int, ...]) -> dict[str, SamplingParams]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.commands.demo import read_arguments
-from verl.demo.report import Example, render_curve, render_report
+from verl.demo.report import Example, choose_sample, render_curve, render_report
 
 pytestmark = pytest.mark.unit
 
@@ -29,6 +30,15 @@ def test_the_report_shows_before_after_curve_and_responses() -> None:
     assert "3 steps, from 0.30 to 0.90" in text
     assert "12+34=" in text
     assert "047   ✗  046   ✓  046" in text
+
+
+def test_the_sample_of_problems_represents_all_of_them() -> None:
+    kinds = {("046", "046"): 48, ("0", "046"): 33, ("0", "0"): 16, ("046", "0"): 3}
+    examples = [Example("12+34=", "046", *kind) for kind, count in kinds.items() for _ in range(count)]
+    chosen = Counter((example.before, example.after) for example in choose_sample(examples))
+    assert chosen == {("046", "046"): 3, ("0", "046"): 2, ("0", "0"): 1}
+    assert "of 100 held-out problems 33 turned right, 3 turned wrong" in render_report([], examples)
+    assert choose_sample(examples[:2]) == examples[:2]
 
 
 def test_a_run_without_steps_has_an_empty_report() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from typing import Literal
 
 import pytest
@@ -50,8 +51,8 @@ def lines(
 def test_a_step_is_one_line_with_every_number_in_order() -> None:
     (line,) = lines((12, STEP))
     assert " ".join(line.split()) == (
-        "step 12/100 reward 0.531 kl 0.0012 entropy 0.81 clip 0.02 grad 0.42 len 4.0 "
-        "| gen 0.6s prep 0.4s update 1.2s sync 0.1s = 2.4s 2,913 tok/s eta 3m31s"
+        "step 12/100 reward 0.531 kl 0.0012 entropy 0.81 clipped 0.02 grad norm 0.42 tokens 4 "
+        "| generate 0.6s train 1.6s sync 0.1s total 2.4s 2,913 tokens/s eta 3m31s"
     )
 
 
@@ -64,7 +65,9 @@ def test_a_supervised_step_shows_its_loss_and_learning_rate() -> None:
         "timing_s/step": 1.1,
     }
     (line,) = lines((3, step))
-    assert " ".join(line.split()) == "step 3/100 loss 1.2345 lr 2.0e-05 grad 0.50 | update 1.0s = 1.1s eta 1m47s"
+    assert (
+        " ".join(line.split()) == "step 3/100 loss 1.2345 lr 2.0e-05 grad norm 0.50 | train 1.0s total 1.1s eta 1m47s"
+    )
 
 
 @given(st.floats(min_value=-1e30, max_value=1e30), st.floats(min_value=0, max_value=9e6))
@@ -73,7 +76,7 @@ def test_columns_keep_their_positions_for_any_numbers(value: float, seconds: flo
     times = {name: seconds for name in STEP if name.startswith("timing_s/")}
     usual, odd = lines((1, STEP), (100, learning | times | {"perf/throughput": 1.0}))
     assert odd.index("|") == usual.index("|")
-    assert odd.index("tok/s") == usual.index("tok/s")
+    assert odd.index("tokens/s") == usual.index("tokens/s")
 
 
 def test_not_a_number_is_shown_and_a_missing_number_is_a_dash() -> None:
@@ -82,7 +85,7 @@ def test_not_a_number_is_shown_and_a_missing_number_is_a_dash() -> None:
         (2, STEP | {"actor/grad_norm": float("nan")}),
         (3, {k: v for k, v in STEP.items() if k != "actor/entropy"}),
     )
-    assert "grad   nan" in nan
+    assert "grad norm   nan" in nan
     assert "entropy     -" in missing
     assert len({line.index("|") for line in (usual, nan, missing)}) == 1
 
@@ -106,11 +109,10 @@ MORE = {"critic/vf_loss": 0.25, "process/accuracy": 0.5, "sampling/groups_droppe
 @pytest.mark.parametrize(
     ("width", "metrics", "labels"),
     [
-        (80, STEP, "reward kl grad | = eta"),
-        (80, STEP | MORE, "reward kl grad | = eta"),
-        (120, STEP, "reward kl entropy grad len | = tok/s eta"),
-        (200, STEP, "reward kl entropy clip grad len | gen prep update sync = tok/s eta"),
-        (200, STEP | MORE, "reward kl entropy clip grad critic process dropped len | gen = tok/s eta"),
+        (80, STEP, "reward | generate total eta"),
+        (80, STEP | MORE, "reward | generate total eta"),
+        (120, STEP, "reward kl | generate train sync total eta"),
+        (160, STEP, "reward kl entropy grad norm tokens | generate train sync total eta"),
     ],
 )
 def test_a_terminal_shows_the_most_important_columns_that_fit(
@@ -119,7 +121,7 @@ def test_a_terminal_shows_the_most_important_columns_that_fit(
     steps = ((1, metrics), (99, metrics | {"timing_s/step": 1e5}))
     for line in lines(*steps, terminal=True, width=width, color=None):
         assert len(line) <= width
-        assert [word for word in line.split()[2:] if word[0] in "=|" or word[0].isalpha()] == labels.split()
+        assert [word for word in line.split()[2:] if word[0] == "|" or word[0].isalpha()] == labels.split()
 
 
 def test_the_eta_follows_recent_steps() -> None:
@@ -139,7 +141,7 @@ def test_validation_banner_advice_and_notes_are_lines_of_their_own() -> None:
     text = out.getvalue().splitlines()
     assert text[0].startswith("── sizes ─")
     assert text[1:3] == ["prompts a step   64", "samples a step  512"]
-    assert text[4:] == ["valid  12/100  addition/mean@1 0.712", "  ! try [this]", "saved"]
+    assert text[4:] == ["validation  12/100  addition/mean@1 0.712", "  ! try [this]", "saved"]
 
 
 @pytest.mark.parametrize(
@@ -147,3 +149,20 @@ def test_validation_banner_advice_and_notes_are_lines_of_their_own() -> None:
 )
 def test_durations_have_two_units_at_most(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_stage_is_a_line_in_a_file_and_a_spinner_with_progress_on_a_terminal() -> None:
+    plain, terminal = io.StringIO(), io.StringIO()
+    console = Console(out=rich.console.Console(file=plain))
+    with console.stage("starting Ray"), console.stage("validating", is_logged=False):
+        pass
+    assert plain.getvalue() == "starting Ray ...\n"
+    console = Console(out=rich.console.Console(file=terminal, force_terminal=True, width=100, color_system=None))
+    with console.stage("starting Ray"), console.stage("generating", lambda: "3 of 64 responses"):
+        console.note("a line above")
+        time.sleep(0.4)
+    assert "starting Ray 0s; generating 3 of 64 responses 0s" in terminal.getvalue()
+    assert "a line above" in terminal.getvalue()
+    before = terminal.getvalue()
+    time.sleep(0.4)
+    assert terminal.getvalue() == before, "nothing is drawn after the last stage"

@@ -51,6 +51,13 @@ from verl.workers.train import PolicyGroup
 
 PROBE_LENGTH = 24
 RANKS_PER_EPISODE_WORKER = 8
+_STAGES = {
+    "engines": "starting the rollout engines",
+    "reward_models": "starting the reward models",
+    "model": "waiting for the model",
+    "train_workers": "starting the train workers",
+    "episode_workers": "starting the episode workers",
+}
 
 T = TypeVar("T")
 
@@ -148,7 +155,7 @@ class RLBuilder(RunBuilder[Config]):
 
     async def load_data(self) -> RunData:
         """Read the data in a thread, unless the workers run in this process too: their imports would collide."""
-        with timer(self.times, "start_data"):
+        with timer(self.times, "start_data"), self.console.stage("reading the data"):
             is_local = self.config.trainer.local
             data = read_data(self.config) if is_local else await asyncio.to_thread(read_data, self.config)
         self.note(data.reports)
@@ -157,8 +164,10 @@ class RLBuilder(RunBuilder[Config]):
     def build_schedule(self, data: RunData) -> LoopSchedule:
         trainer, batch = self.config.trainer, self.config.data.train_batch_size
         steps = count_total_steps(self.config, data.order.length)
-        epochs = steps * batch / data.order.length
-        self.note([f"{steps:,} steps of {batch:,} prompts: {epochs:.3g} epochs"])
+        epochs, n = steps * batch / data.order.length, self.config.actor_rollout_ref.rollout.n
+        longest = self.config.data.max_response_length
+        size = f"{batch * n:,} responses of up to {longest:,} tokens in each"
+        self.note([f"{steps:,} steps of {batch:,} prompts: {epochs:.3g} epochs; {size}"])
         self.note(device_hints(self.config, self.device, TRAIN_HINTS))
         return LoopSchedule(batch, steps, trainer.save_freq, trainer.test_freq, trainer.val_before_train)
 
@@ -253,7 +262,8 @@ class RLBuilder(RunBuilder[Config]):
         return [rollout, rewards]
 
     async def _timed(self, name: str, stage: Callable[[], Awaitable[T]]) -> T:
-        with timer(self.times, f"start_{name}"):
+        is_logged = name in ("engines", "train_workers")
+        with timer(self.times, f"start_{name}"), self.console.stage(_STAGES[name], is_logged=is_logged):
             return await stage()
 
 

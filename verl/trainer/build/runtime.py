@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -114,6 +114,9 @@ class RunBuilder(Generic[C]):
         self.config: C = with_absolute_paths(config, self.paths)
         self.console, self.restarts, self._closing = console, restarts, closing
         self.times = Metrics()
+        console.is_animated &= not config.trainer.local  # a spinner would write over the prompt of a debugger
+        self._closing_stage = ExitStack()
+        closing.callback(self._closing_stage.close)
 
     async def start_runtime(self) -> None:
         """Reserve the devices, in Ray or in this process. From here on the settings fit the devices that exist."""
@@ -125,7 +128,7 @@ class RunBuilder(Generic[C]):
             return
         limits = timeouts(self.config)
         self._closing.callback(disconnect)
-        with timer(self.times, "start_ray"):
+        with timer(self.times, "start_ray"), self.console.stage("starting Ray"):
             options, wait_s = self.config.ray_kwargs.ray_init.arguments(), self.config.trainer.faults.node_wait
             if note := await reconnect(options, wait_s if self.restarts.has_restarted else 0.0):
                 self.console.note(note)
@@ -179,6 +182,8 @@ class RunBuilder(Generic[C]):
     def build_loop(self, task: T, workers: RankGroup, schedule: LoopSchedule, version: int) -> TrainLoop[T]:
         checkpointer = build_checkpointer(self.config, workers, self.console, self.restarts.run_id)
         profiler = build_profiler(self.config, workers, self.console)
+        ending = self.console.stage("ending the processes", is_logged=False)
+        self._closing.callback(self._closing_stage.enter_context, ending)  # closing begins with this
         return TrainLoop(task, schedule, checkpointer, self.tracker, self.console, self.restarts, version, profiler)
 
     def note(self, lines: Iterable[str]) -> None:
