@@ -2,7 +2,7 @@
 
 make show-install [ARGS="[--short] [--only pip|uv] [--write]"]
 
-The commands are read from the README and run as they are, in a copy of the checkout. If PyTorch's index cannot be
+The commands are read from docs/installation.md and run as they are, in a copy of the checkout. If PyTorch's index cannot be
 reached, a folder with the one wheel that comes from there stands in for it: pip has to find that wheel by its own
 configuration. `--short` (CI) installs nothing: it resolves both extras and compares the result with the requirements
 files, which must be complete and free of packages that break the import of transformers. `--write` writes their pins.
@@ -77,8 +77,8 @@ def read_pins(path: Path) -> list[str]:
 
 
 def read_commands() -> dict[str, str]:
-    """The README's commands for machines without a GPU, by program."""
-    section = (ROOT / "README.md").read_text().split("## Install\n")[1].split("\n## ")[0]
+    """The commands of docs/installation.md for machines without a GPU, by program."""
+    section = (ROOT / "docs/installation.md").read_text().split("## Without a GPU\n")[1].split("To get the newest")[0]
     commands = [line for line in section.splitlines() if re.match(r"(uv )?pip install .*(requirements\.txt|cpu)", line)]
     return {command.split()[0]: command for command in commands}
 
