@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import verl
 from verl.commands.arguments import COMMANDS, MODULES
@@ -20,6 +21,7 @@ from verl.redaction import redact, remember_arguments
 FAILED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
+SLOW_IMPORTS = ("generate", "eval", "data")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,11 +61,18 @@ def _dispatch(arguments: list[str]) -> int:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         suggestion = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise VerlError(f"verl: unknown command {name!r}.{suggestion} Commands: {', '.join(COMMANDS)}.")
-    command = importlib.import_module(f"verl.commands.{MODULES.get(name, name)}")
+    with _show_import() if name in SLOW_IMPORTS else nullcontext():
+        command = importlib.import_module(f"verl.commands.{MODULES.get(name, name)}")
     if any(argument in ("-h", "--help") for argument in rest):
         sys.stdout.write(command.HELP)
         return 0
     return int(command.main(rest))
+
+
+def _show_import() -> AbstractContextManager[None]:
+    from verl.tracking.console import Console
+
+    return Console().stage("importing libraries", is_logged=False)
 
 
 def _overview() -> str:

@@ -109,7 +109,8 @@ def main(argv: Sequence[str]) -> int:
             f"{', '.join(files)}: no responses in column {options.responses!r} of {len(rows):,} rows; generate them "
             "with verl generate, or name another column: --responses NAME"
         )
-    results = asyncio.run(_score_all(config, rows))
+    with console.stage("scoring", is_logged=False):
+        results = asyncio.run(_score_all(config, rows))
     by_source, failures = _group_by_source(rows, results)
     scores = Path(options.scores or find_files(files)[0].with_suffix(".scores.jsonl"))
     _write_scores(scores, rows, results)

@@ -17,6 +17,7 @@ from verl.checkpoint.manifest import METADATA, CheckpointDir, find_corruption
 from verl.checkpoint.model_card import CARD, check_upload, render_model_card, upload_model
 from verl.commands.arguments import ArgumentParser
 from verl.errors import CheckpointError, VerlError, list_some
+from verl.tracking.console import Console
 
 if TYPE_CHECKING:
     from verl.commands.checkpoint_model import CheckpointModel
@@ -61,6 +62,11 @@ def main(argv: Sequence[str]) -> int:
         check_upload(options.hf_upload_path)
     path = _find_checkpoint(Path(options.local_dir), "critic" if options.is_value_model else "actor")
 
+    with Console().stage("merging and verifying", is_logged=False):
+        return _run(options, path)
+
+
+def _run(options: argparse.Namespace, path: Path) -> int:
     from verl.commands.checkpoint_model import CheckpointModel
 
     checkpoint = CheckpointModel(

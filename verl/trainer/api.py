@@ -178,7 +178,7 @@ class _Trainer:
             said = describe_stop(folder, resume)
             raise EngineError(f"the run stopped before its last step (exit code {code}): {said}")
         result = _read_result(folder)
-        console.note(describe_end(loaded.config))
+        console.note(describe_end(loaded.config, resume))
         if not isinstance(self.model, str | Path):
             trained = type(self.model).from_pretrained(result.model_path, dtype=self.model.dtype)
             self.model.load_state_dict(trained.state_dict())

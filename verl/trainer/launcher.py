@@ -128,7 +128,7 @@ def run_all(points: Sequence[LoadedConfig[C]], train: Callable[[C, Console], Cor
         if code:
             console.note(describe_stop(config.trainer.checkpoint_dir, resume_command(config)))
             return code
-        console.note(describe_end(config))
+        console.note(describe_end(config, "the same command"))
     return 0
 
 

@@ -11,8 +11,8 @@ from verl.checkpoint.manifest import CheckpointDir
 from verl.config.schema import Config, SftConfig
 
 
-def describe_end(config: Config | SftConfig) -> str:
-    """Return where the results of a finished run are, and the commands to evaluate and export its model."""
+def describe_end(config: Config | SftConfig, resume: str) -> str:
+    """Return where the results of a finished run are, and the commands to evaluate, export and continue it."""
     folder = config.trainer.checkpoint_dir
     files = {"metrics": folder / "metrics.jsonl"}
     if (checkpoint := find_last_checkpoint(folder)) is None or config.trainer.save_freq == -1:
@@ -27,7 +27,8 @@ def describe_end(config: Config | SftConfig) -> str:
     prompts = shlex.join([given] if isinstance(given, str) else given)
     setting = f"actor_rollout_ref.model.path={model if has_weights else 'merged'}"
     generate = f"verl generate {prompts} --output responses.parquet {setting}"
-    commands = {"export": export, "generate": generate, "evaluate": "verl eval responses.parquet"}
+    more = f"{resume} with a larger trainer.total_training_steps or total_epochs"
+    commands = {"generate": generate, "evaluate": "verl eval responses.parquet", "export": export, "train on": more}
     return f"finished\n{_format_rows(files)}\nnext\n{_format_rows(commands)}"
 
 

@@ -2,10 +2,11 @@
 
 make show-install [ARGS="[--short] [--only pip|uv] [--write]"]
 
-The commands are read from docs/installation.md and run as they are, in a copy of the checkout. If PyTorch's index cannot be
-reached, a folder with the one wheel that comes from there stands in for it: pip has to find that wheel by its own
-configuration. `--short` (CI) installs nothing: it resolves both extras and compares the result with the requirements
-files, which must be complete and free of packages that break the import of transformers. `--write` writes their pins.
+The commands are read from docs/installation.md and run as they are, in a copy of the checkout. If PyTorch's index
+cannot be reached, a folder with the one wheel that comes from there stands in for it: pip has to find that wheel by its
+own configuration. `--short` (CI) installs nothing: it resolves both extras and compares the result with the
+requirements files, which must be complete and free of packages that break the import of transformers. `--write` writes
+their pins.
 """
 
 from __future__ import annotations

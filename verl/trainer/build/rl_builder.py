@@ -54,7 +54,6 @@ RANKS_PER_EPISODE_WORKER = 8
 _STAGES = {
     "engines": "starting the rollout engines",
     "reward_models": "starting the reward models",
-    "model": "waiting for the model",
     "train_workers": "starting the train workers",
     "episode_workers": "starting the episode workers",
 }
@@ -125,7 +124,8 @@ class RLBuilder(RunBuilder[Config]):
 
         async def start_train_workers() -> None:
             if model_ready is not None:
-                await self._timed("model", model_ready)
+                with timer(self.times, "start_model"):
+                    await model_ready()
             if self.device != "cpu":
                 await asyncio.gather(*starting)  # vLLM measures free memory while it starts
             self.note(await self._timed("train_workers", lambda: policy.start(settings)))
