@@ -277,6 +277,7 @@ def _describe_samples(samples: Sequence[SampleHandle]) -> dict[str, float]:
             "reward/max": float(scores.max()),
             "reward/groups_without_signal": float((spread[several] == 0).mean()) if several.any() else 0.0,
             "plan/groups": float(len(ids)),
+            "plan/generated_tokens": float(responses.sum()),
             "response_length/mean": float(responses.mean()),
             "response_length/min": float(responses.min()),
             "response_length/max": float(responses.max()),

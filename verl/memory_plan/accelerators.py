@@ -45,3 +45,8 @@ DEVICES = {
     )
 }
 """Name -> figures of the manufacturers, for the form with the fastest links (SXM, OAM)."""
+
+
+def find_device(name: str) -> Device | None:
+    """Return the figures of a device by the name that its driver gives it, such as "NVIDIA H100 80GB HBM3"."""
+    return next((device for short, device in DEVICES.items() if short in name.upper()), None)

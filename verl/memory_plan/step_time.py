@@ -82,7 +82,7 @@ def _pass(model: ModelMemory, cluster: Cluster, load: Workload, *, trains: bool)
     """Return the seconds of all micro-batches: computing, or gathering weights if that takes longer."""
     shape, size = model.shape, model.update if trains and model.update is not None else model.forward
     context = (load.prompt + load.response) / 2  # a token attends to half of its sequence on average
-    operations = 2 * shape.active_parameters + 4 * shape.layers * shape.attention_width * context
+    operations = shape.count_operations(context)
     backward = 3 if model.settings.gradient_checkpointing else 2
     factor = 1 + backward if trains else 1
     tokens = load.tokens / cluster.ranks

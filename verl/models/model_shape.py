@@ -55,6 +55,10 @@ class ModelShape:
             has_value_head=has_value_head,
         )
 
+    def count_operations(self, context: float) -> float:
+        """Return the floating-point operations of a forward pass per token that attends to `context` tokens."""
+        return 2 * self.active_parameters + 4 * self.layers * self.attention_width * context
+
     @property
     def attention_width(self) -> int:
         """The size of all queries of a token."""

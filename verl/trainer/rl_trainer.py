@@ -13,6 +13,7 @@ from verl.tracking.diagnosis import Diagnosis, is_uniform
 from verl.tracking.metrics import Metrics, resident_gib, timer
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.evaluator import Evaluator
+from verl.trainer.throughput import Throughput
 from verl.trainer.train_loop import Validation
 from verl.weights.sync import WeightSync
 from verl.workers.episode_pool import EpisodeClient
@@ -39,9 +40,11 @@ class RLTrainer:
         episodes: EpisodeClient,
         evaluator: Evaluator | None,
         console: Console,
+        throughput: Throughput,
     ) -> None:
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
         self.episodes, self.evaluator, self.console = episodes, evaluator, console
+        self._throughput = throughput
         self._diagnosis = Diagnosis()
         self._weights_version: int | None = None  # version in the train workers; None during an update
 
@@ -71,8 +74,8 @@ class RLTrainer:
         whole = {
             "data/position": self.buffer.position,
             "training/staleness": version - min(sample.version for sample in samples),
-            "perf/throughput": plan.metrics["plan/tokens"] / times["timing_s/step"],
             "perf/controller_rss_gib": resident_gib(),
+            **self._throughput.measure(plan.metrics, times),
         }
         failures = self.episodes.failures.end_step()
         return Metrics.merge(self.buffer.metrics, failures, plan.metrics, stats, update, sync, times, whole)

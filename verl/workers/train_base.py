@@ -89,6 +89,12 @@ class BaseTrainWorker:
         """Return the accelerators that Ray has assigned to this process, for the engines that share them."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
+    def device_name(self) -> str:
+        """Return the name of this rank's accelerator, as its driver gives it."""
+        import torch
+
+        return torch.cuda.get_device_name()
+
     def join(self, address: tuple[str, int], settings: RankSettings) -> None:
         """Import the modules of the user and join the process group of all ranks."""
         import_external(settings.external_modules)
@@ -267,6 +273,10 @@ class RankGroup(ActorGroup):
     async def visible_devices(self) -> list[str]:
         """Return the accelerators of each rank, as CUDA_VISIBLE_DEVICES names them."""
         return await self.call("visible_devices", timeout=self._timeouts.start)
+
+    async def device_name(self) -> str:
+        """Return the name of the accelerators."""
+        return (await self.call("device_name", timeout=self._timeouts.start))[0]
 
     async def start(self, settings: RankSettings) -> list[str]:
         """Start all ranks; return their notes for the user, without duplicates."""

@@ -42,6 +42,7 @@ from verl.trainer.build.worker_settings import build_planner, episode_settings, 
 from verl.trainer.launcher import rare_garbage_collection
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
+from verl.trainer.throughput import Throughput
 from verl.types import Completion, SamplingParams
 from verl.weights.sync import HostTransport, Probe, WeightSync
 from verl.workers.episode_pool import EpisodeClient, EpisodePool
@@ -109,7 +110,16 @@ class Controller:
         probe = Probe.random(150_000, tolerance=1e-3)
         weights = WeightSync(self.policy, self.supervisor, HostTransport(), probe)
         self.supervisor.start(weights.sync_one)
-        self.trainer = RLTrainer(self.buffer, build_planner(config, ranks), self.policy, weights, client, None, console)
+        self.trainer = RLTrainer(
+            self.buffer,
+            build_planner(config, ranks),
+            self.policy,
+            weights,
+            client,
+            None,
+            console,
+            Throughput(ranks, ranks),
+        )
         await self.trainer.begin(0)
 
     async def train(self, steps: int) -> tuple[list[float], list[float], list[dict[str, float]]]:

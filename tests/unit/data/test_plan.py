@@ -199,6 +199,7 @@ def test_metrics_describe_the_responses() -> None:
         "plan/samples": 5,
         "plan/tokens": 120,
         "plan/groups": 3,
+        "plan/generated_tokens": 25,
         "plan/updates": 1,
         "plan/micro_batches": 1,
         "plan/rank_tokens_min": 60,

@@ -22,6 +22,10 @@ from verl.config.checks import TRAIN_HINTS
 from verl.config.features import frees_engine_memory, transport_name
 from verl.config.schema.root import Config
 from verl.data.samplers import PromptStream
+from verl.errors import ConfigError
+from verl.memory_plan.accelerators import find_device
+from verl.models.model_folder import require_config
+from verl.models.model_shape import ModelShape
 from verl.rewards.result import FailureTracker
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
@@ -42,6 +46,7 @@ from verl.trainer.build.worker_settings import (
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
+from verl.trainer.throughput import Throughput
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.weights.sync import TOLERANCES, DeviceTransport, HostTransport, Probe, WeightSync
 from verl.workers.episode_pool import EpisodeClient, EpisodePool
@@ -143,8 +148,22 @@ class RLBuilder(RunBuilder[Config]):
             episodes,
             self.build_evaluator(episodes, data),
             self.console,
+            await self.build_throughput(policy),
         )
         return self.build_loop(trainer, policy, schedule, version)
+
+    async def build_throughput(self, policy: PolicyGroup) -> Throughput:
+        devices, config = self.pool.count, self.config
+        rollout_devices = devices if config.actor_rollout_ref.hybrid_engine else count_rollout_devices(config)
+        throughput = Throughput(devices, rollout_devices, config.actor_rollout_ref.actor.ppo_epochs)
+        device = None if self.device == "cpu" else find_device(await policy.device_name())
+        if device is None:
+            return throughput
+        try:
+            shape = ModelShape.from_config(require_config(config.actor_rollout_ref.model.path))
+        except ConfigError:  # not a decoder-only model
+            return throughput
+        return replace(throughput, shape=shape, peak=device.flops)
 
     async def reserve_rollout_devices(self) -> DevicePool:
         """Reserve the devices of engines that do not share those of the train workers."""
