@@ -23,6 +23,7 @@ from verl.agents.tools.sources import ToolSource, load_sources
 from verl.agents.transcript import Transcript
 from verl.agents.user_code import ends_in_time
 from verl.config.batch_sizes import get_max_sequence_tokens
+from verl.config.features import uses_reward_function
 from verl.config.schema import Config
 from verl.config.schema.conditions import ROLLOUT
 from verl.custom_functions import load_function
@@ -55,7 +56,8 @@ class AgentEpisode:
         if python.schema in self.list_schemas():
             start_interpreter(config.reward.sandbox)  # reports a sandbox that fails before the first episode
         self._parse = choose_parser(self._settings.format, tokenizer, self._sources)
-        self._gateway = GatewayAgents(rollout)
+        has_reward = uses_reward_function(config) or config.reward.reward_model.enable
+        self._gateway = GatewayAgents(rollout, accepts_rewards=not has_reward)
         self._agents: dict[str, Agent] = {"tool_agent": ToolAgent(self._settings, self._sources)}
         self._default = rollout.agent.default_agent_loop
         if agent is not None:

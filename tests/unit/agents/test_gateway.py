@@ -18,10 +18,12 @@ from openai import AsyncOpenAI, OpenAI
 from scripted_model import LOOKUP_CALL, ScriptedModel, call_lookup, list_samples, play_episode
 
 import verl.agents.gateway.server
+import verl.agents.gateway.session
 from verl.agents.agent_episode import AgentEpisode
 from verl.agents.builtin_agents import Task
 from verl.agents.chat_model import ChatModel
 from verl.agents.transcript import Transcript
+from verl.config.paths import change_settings
 from verl.errors import ConfigError
 from verl.types import Prompt, Sample, SamplingParams
 
@@ -598,11 +600,12 @@ async def test_an_agent_that_does_not_end_is_abandoned(is_sync: bool) -> None:
 
 @pytest.mark.parametrize(("returned", "score"), [(None, 0.5), (0.25, 0.25)])
 async def test_a_reward_can_be_sent(returned: float | None, score: float) -> None:
-    async def agent(task: Task, base_url: str, api_key: str) -> float | None:
-        headers = {"Authorization": f"Bearer {api_key}"}
+    async def agent(task: Task, base_url: str, api_key: str, reward_key: str) -> float | None:
+        headers = {"Authorization": f"Bearer {reward_key}"}
         async with httpx.AsyncClient(headers=headers) as client:
             url = base_url.removesuffix("/v1") + "/reward"
-            for wrong in ({}, [1], {"reward": "1"}, {"reward": None}, '{"reward": NaN}'):
+            numbers = ('"1"', "null", "true", "NaN", "-Infinity", "1e400", "1" * 400, "-100.5", "1e9")
+            for wrong in ({}, [1], *(f'{{"reward": {number}}}' for number in numbers)):
                 content = wrong if isinstance(wrong, str) else json.dumps(wrong)
                 assert (await client.post(url, content=content)).status_code == 400
             await ask_once(task, base_url, api_key)
@@ -615,9 +618,9 @@ async def test_a_reward_can_be_sent(returned: float | None, score: float) -> Non
 
 
 async def test_a_reward_that_was_sent_is_kept_when_a_limit_or_the_timeout_ends_the_agent() -> None:
-    async def agent(task: Task, base_url: str, api_key: str) -> None:
+    async def agent(task: Task, base_url: str, api_key: str, reward_key: str) -> None:
         await ask_once(task, base_url, api_key)
-        headers = {"Authorization": f"Bearer {api_key}"}
+        headers = {"Authorization": f"Bearer {reward_key}"}
         async with httpx.AsyncClient(headers=headers) as client:
             await client.post(f"{base_url}/reward", json={"reward": 0.5})
         await ask_once(task, base_url, api_key)
@@ -627,6 +630,150 @@ async def test_a_reward_that_was_sent_is_kept_when_a_limit_or_the_timeout_ends_t
         transcript = await play(agent, ScriptedModel(count_turns), **settings)
         assert transcript.is_truncated
         assert transcript.score == 0.5
+
+
+async def test_the_key_for_requests_does_not_post_rewards_nor_the_other_way_round() -> None:
+    status: list[int] = []
+
+    async def agent(task: Task, base_url: str, api_key: str, reward_key: str) -> None:
+        await ask_once(task, base_url, api_key)
+        async with httpx.AsyncClient() as client:
+            for key, path in ((api_key, "reward"), (reward_key, "chat/completions"), (reward_key, "models")):
+                headers, method = {"Authorization": f"Bearer {key}"}, "GET" if path == "models" else "POST"
+                body = {"reward": 1.0, "messages": task.messages}
+                response = await client.request(method, f"{base_url}/{path}", headers=headers, json=body)
+                status.append(response.status_code)
+
+    transcript = await play(agent, ScriptedModel(count_turns))
+    assert status == [401] * 3
+    assert transcript.score is None
+    assert len(transcript.turns) == 1
+
+
+async def test_a_run_with_a_reward_refuses_rewards_of_agents() -> None:
+    codes: list[str] = []
+
+    async def agent(task: Task, base_url: str, api_key: str, reward_key: str) -> None:
+        await ask_once(task, base_url, api_key)
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {reward_key}"}) as client:
+            response = await client.post(f"{base_url}/reward", json={"reward": 1.0})
+            codes.append(response.json()["error"]["code"])
+
+    model = ScriptedModel(count_turns)
+    settings = change_settings(agent_config(agent="test"), {"reward.custom_reward_function.path": "reward.py"})
+    episode = AgentEpisode(settings, model.tokenizer, agent=agent)
+    transcript = await episode(Prompt(row=0, token_ids=[1], raw=[QUESTION]), model.generate, SAMPLING)
+    await episode.close()
+    assert codes == ["reward_refused"]
+    assert transcript.score is None
+
+
+async def read_end(reader: asyncio.StreamReader) -> bytes:
+    """Return what the server sends until it closes the connection."""
+    try:
+        return await asyncio.wait_for(reader.read(), 30)
+    except ConnectionError:
+        return b""
+
+
+async def connect(base_url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    url = httpx.URL(base_url)
+    return await asyncio.open_connection(url.host, url.port)
+
+
+async def test_connections_are_dropped_unless_their_headers_are_complete_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verl.agents.gateway.server, "REQUEST_S", 0.5)
+
+    async def agent(task: Task, base_url: str, api_key: str) -> float:
+        silent, _ = await connect(base_url)
+        slow, writer = await connect(base_url)
+        sending = asyncio.ensure_future(drip(writer))
+        assert await read_end(silent) == await read_end(slow) == b""
+        sending.cancel()
+        await ask_once(task, base_url, api_key)
+        return 1.0
+
+    async def drip(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET /e/0/v1/models HTTP/1.1\r\n")
+        while True:
+            writer.write(b"a: b\r\n")
+            await asyncio.sleep(0.05)
+
+    assert (await play(agent, ScriptedModel(count_turns))).score == 1.0
+
+
+async def test_connections_headers_and_bodies_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl.agents.gateway.server, "MAX_CONNECTIONS", 8)
+
+    async def agent(task: Task, base_url: str, api_key: str) -> float:
+        headers = {"Authorization": f"Bearer {api_key}"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            url = f"{base_url}/chat/completions"
+            assert (await client.post(url, content=b"x" * (9 << 20))).status_code == 413
+            assert (await client.post(url, content=b"[" * 100_000)).status_code == 400
+            nested = f'{{"messages": [{{"role": "user", "content": {"[" * 900 + "]" * 900}}}]}}'
+            assert (await client.post(url, content=nested)).status_code == 400
+            assert (await client.get(f"{base_url}/models", headers={"x": "y" * (1 << 20)})).status_code == 400
+            assert (await client.post(base_url.replace("/e/0/", f"/e/{'9' * 5000}/"))).status_code == 404
+        connections = [await connect(base_url) for _ in range(12)]
+        ends = [asyncio.ensure_future(read_end(reader)) for reader, _ in connections]
+        done, _ = await asyncio.wait(ends, timeout=5, return_when=asyncio.ALL_COMPLETED)
+        assert len(done) >= 4, "those above the limit are closed"
+        for end, (_, writer) in zip(ends, connections, strict=True):
+            end.cancel()
+            writer.close()
+        await asyncio.sleep(0.2)
+        await ask_once(task, base_url, api_key)
+        return 1.0
+
+    transcript = await play(agent, ScriptedModel(count_turns))
+    assert transcript.failure is None, transcript.failure
+    assert transcript.score == 1.0
+
+
+async def test_a_body_that_does_not_come_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl.agents.gateway.server, "REQUEST_S", 0.5)
+
+    async def agent(task: Task, base_url: str, api_key: str) -> float:
+        for key, status in ((api_key, b"408"), ("wrong", b"401")):
+            reader, writer = await connect(base_url)
+            path = httpx.URL(base_url).path
+            head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+            writer.write(f"{head}Content-Length: 1000000\r\n\r\n".encode())
+            assert (await read_end(reader)).split()[1] == status
+        await ask_once(task, base_url, api_key)
+        return 1.0
+
+    assert (await play(agent, ScriptedModel(count_turns))).score == 1.0
+
+
+async def test_requests_of_an_episode_at_once_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl.agents.gateway.session, "MAX_RUNNING", 4)
+    full = asyncio.Event()
+
+    async def wait(index: int) -> None:
+        await full.wait()
+
+    async def agent(task: Task, base_url: str, api_key: str) -> float:
+        async with open_client(base_url, api_key, max_retries=0) as client:
+            asking = [
+                asyncio.ensure_future(client.chat.completions.create(model="any", messages=task.messages))
+                for _ in range(6)
+            ]
+            refused = 0
+            while refused < 2:
+                done, _ = await asyncio.wait(asking, timeout=30, return_when=asyncio.FIRST_EXCEPTION)
+                refused = sum(isinstance(each.exception(), openai.RateLimitError) for each in done)
+            loop.call_soon_threadsafe(full.set)
+            await asyncio.wait(asking)
+        return float(refused)
+
+    loop, model = asyncio.get_running_loop(), ScriptedModel(count_turns, gate=wait)
+    transcript = await play(agent, model)
+    assert transcript.score == 2.0
+    assert len(model.requests) == 4
 
 
 async def fail_in_agent(task: Task, base_url: str, api_key: str) -> float:

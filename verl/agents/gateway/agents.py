@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class GatewayAgents:
     """Plays agents that take `base_url` and `api_key`. The gateway of a worker is started for the first such agent."""
 
-    def __init__(self, rollout: RolloutConfig) -> None:
+    def __init__(self, rollout: RolloutConfig, *, accepts_rewards: bool = True) -> None:
+        self._accepts_rewards = accepts_rewards
         self._settings, self._max_invalid_calls = rollout.gateway, rollout.multi_turn.max_invalid_calls
         self._starting: asyncio.Task[Gateway] | None = None
 
@@ -60,7 +61,10 @@ class GatewayAgents:
         gateway = await asyncio.shield(self._starting)
         with gateway.open(model, self._max_invalid_calls) as session:
             try:
-                score = await code.run(agent, task, base_url=session.base_url, api_key=session.key)
+                keys = {"base_url": session.base_url, "api_key": session.key}
+                if "reward_key" in inspect.signature(agent).parameters:
+                    keys["reward_key"] = session.reward_key
+                score = await code.run(agent, task, **keys)
             except LoopBlockedError:
                 raise
             except Exception:
@@ -74,7 +78,7 @@ class GatewayAgents:
             return score
 
     async def _start(self) -> Gateway:
-        gateway = _import_gateway()(self._settings.host, self._settings.port)
+        gateway = _import_gateway()(self._settings, accepts_rewards=self._accepts_rewards)
         await gateway.start()
         return gateway
 

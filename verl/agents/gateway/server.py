@@ -1,8 +1,11 @@
 """The model as an OpenAI-compatible endpoint for each episode, so that agents written with any SDK can be trained.
 
-Each episode has a URL and a key of its own until it ends. Requests go to the `ChatModel` of the episode, which records
-the tokens. The routes are `/e/{episode}/v1/chat/completions`, streamed and not, `/e/{episode}/v1/models`, and
-`/e/{episode}/reward` for agents in other processes.
+Each episode has a URL and two keys of its own until it ends. With the first, requests go to the `ChatModel` of the
+episode, which records the tokens: `/e/{episode}/v1/chat/completions`, streamed and not, and `/e/{episode}/v1/models`.
+With the second, agents in other processes post the score to `/e/{episode}/reward`.
+
+Whoever reaches the port can connect, so everything before the check of a key is bounded: the number of connections, the
+size of headers, and the time until they are complete. Bodies are read afterwards, up to a size and in time.
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import math
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,22 +24,35 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.agents.chat_model import ChatModel
 from verl.agents.gateway.chat_completions import MODEL, RequestError, read_request, write_events
 from verl.agents.gateway.session import Session, make_ended_error
+from verl.agents.tools.json_servers import is_finite_number
 from verl.cluster.actors import get_node_address
+from verl.config.schema.rollout import GatewayConfig
+from verl.data.lengths import count_characters
 from verl.errors import ConfigError
 
 PORTS = 64  # ports to try, from the given one on: each worker of a machine needs its own
+MAX_CONNECTIONS = 4096  # or half of the files that the process may open
+MAX_HEADER_BYTES = 64 << 10
+MAX_BODY_BYTES = 8 << 20
+REQUEST_S = 30.0  # for headers and body each
+IDLE_S = 600.0  # between two requests of a connection: tools may take a while
 _RETRY_HEADER = "x-stainless-retry-count"  # sent by the SDKs of OpenAI; 0 at the first attempt
 
 
 class Gateway:
-    """An HTTP server on the event loop of the episodes that it serves."""
+    """An HTTP server on the event loop of the episodes that it serves.
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._host, self._port = host, port
+    With `accepts_rewards` an agent may post the score of its episode. A run with a reward of its own refuses it.
+    """
+
+    def __init__(self, settings: GatewayConfig, *, accepts_rewards: bool = True) -> None:
+        self._host, self._port, self._max_reward = settings.host, settings.port, settings.max_reward
+        self._accepts_rewards = accepts_rewards
         self._sessions: dict[int, Session] = {}
         self._count = 0  # episodes so far
         self._url = ""
@@ -53,7 +69,9 @@ class Gateway:
             access_log=False,
             lifespan="off",
             ws="none",
-            timeout_keep_alive=600,  # tools may take a while between two requests
+            http=_Connection,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=int(IDLE_S),
             timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)
@@ -79,15 +97,17 @@ class Gateway:
             del self._sessions[number]
             session.close()
 
-    def _find(self, episode: str, request: Request) -> Session:
+    def _find(self, episode: str, request: Request, *, posts_reward: bool = False) -> Session:
         """Return the open episode that a request may use."""
-        if not episode.isdecimal() or int(episode) >= self._count:
+        if not episode.isdecimal() or len(episode) > 18 or int(episode) >= self._count:
             raise RequestError(404, "episode_not_found", "there is no such episode")
         if (session := self._sessions.get(int(episode))) is None:
             raise make_ended_error()
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), session.key.encode()):
-            raise RequestError(401, "invalid_api_key", "the key does not belong to the episode")
+        expected = session.reward_key if posts_reward else session.key
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), expected.encode()):
+            name = "the reward_key of the agent" if posts_reward else "the key"
+            raise RequestError(401, "invalid_api_key", f"this is not {name} of the episode")
         return session
 
     def _build_app(self) -> FastAPI:
@@ -117,16 +137,21 @@ class Gateway:
         @app.post("/e/{episode}/reward")
         @app.post("/e/{episode}/v1/reward")
         async def set_reward(episode: str, request: Request) -> dict[str, Any]:
-            session, body = self._find(episode, request), await read_body(request)
+            session = self._find(episode, request, posts_reward=True)
+            if not self._accepts_rewards:
+                raise RequestError(403, "reward_refused", "the run has a reward of its own, which scores the episode")
+            body = await read_body(request)
             reward = body.get("reward") if isinstance(body, dict) else None
-            if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-                raise RequestError(400, "invalid_request", 'the body has to be {"reward": a finite number}')
+            if not is_finite_number(reward) or not -self._max_reward <= reward <= self._max_reward:
+                limit = f"a number from -{self._max_reward:g} to {self._max_reward:g}"
+                raise RequestError(400, "invalid_request", f'the body has to be {{"reward": {limit}}}')
             session.set_reward(float(reward))
             return {"reward": float(reward)}
 
         @app.exception_handler(RequestError)
         async def refuse(request: Request, error: RequestError) -> Response:
-            return JSONResponse(error.to_body(), error.status)
+            headers = {"connection": "close"} if error.status in (401, 404, 408, 413) else None
+            return JSONResponse(error.to_body(), error.status, headers)
 
         @app.exception_handler(HTTPException)
         async def refuse_path(request: Request, error: HTTPException) -> Response:
@@ -137,10 +162,54 @@ class Gateway:
 
 
 async def read_body(request: Request) -> Any:
+    content = bytearray()
     try:
-        return json.loads(await request.body())
+        async with asyncio.timeout(REQUEST_S):
+            async for part in request.stream():
+                content += part
+                if len(content) > MAX_BODY_BYTES:
+                    raise RequestError(413, "request_too_large", f"the body has more than {MAX_BODY_BYTES:,} bytes")
+        body = json.loads(content)
+        count_characters(body)  # recurses, as rendering does
+    except TimeoutError:
+        raise RequestError(408, "timeout", f"the body was not complete within {REQUEST_S:g} s") from None
+    except RecursionError:
+        raise RequestError(400, "invalid_request", "the body is nested too deeply") from None
     except ValueError as error:
         raise RequestError(400, "invalid_request", f"the body is not JSON: {error}") from None
+    return body
+
+
+class _Connection(H11Protocol):
+    """A connection, which is dropped unless the headers of its next request are complete in time."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
+            transport.abort()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_timer()
+
+    def _watch(self) -> None:
+        is_serving = self.cycle is not None and not self.cycle.response_complete
+        if is_serving:
+            self._stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(REQUEST_S, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class _Server(uvicorn.Server):

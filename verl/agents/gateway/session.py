@@ -9,6 +9,7 @@ requests of clients that are still connected are different requests, each with a
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import secrets
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from verl.agents.errors import EpisodeLimitError
 from verl.agents.formats.tool_calls import InvalidCall
 from verl.agents.gateway.chat_completions import ChatRequest, RequestError, read_request, write_completion
 from verl.errors import DataError
+
+MAX_RUNNING = 64  # requests of an episode at once
 
 
 @dataclass(eq=False)
@@ -42,10 +45,11 @@ class Session:
     """
 
     def __init__(self, model: ChatModel, name: str, base_url: str, max_invalid_calls: int) -> None:
-        self.base_url, self.key = base_url, secrets.token_urlsafe(32)
+        self.base_url, self.key, self.reward_key = base_url, secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self.limit: EpisodeLimitError | None = None
         self._model, self._name, self._max_invalid_calls = model, name, max_invalid_calls
-        self._exchanges: dict[str, list[Exchange]] = {}  # request as JSON -> its exchanges
+        self._exchanges: dict[str, list[Exchange]] = {}  # hash of a request -> its exchanges
+        self._running = 0
         self._failures: dict[str, Exception] = {}
         model.transcript.metrics |= {"tools/calls": 0.0, "tools/invalid_calls": 0.0}
 
@@ -55,7 +59,7 @@ class Session:
 
     async def respond(self, body: Any, hang_up: asyncio.Future[Any], *, is_retry: bool) -> dict[str, Any] | None:
         """Return the completion for a request; None if the client hangs up first."""
-        request, key = read_request(body), json.dumps(body, sort_keys=True)
+        request, key = read_request(body), hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         exchange = self._find(key, is_retry=is_retry) or self._start(key, request)
         exchange.waiting += 1
         try:
@@ -89,10 +93,17 @@ class Session:
             self._end(EpisodeLimitError(f"{self._max_invalid_calls} invalid calls"))
         if self.limit is not None:
             raise to_request_error(self.limit)
+        if self._running >= MAX_RUNNING:
+            raise RequestError(429, "too_many_requests", f"{MAX_RUNNING} requests of the episode run already")
+        self._running += 1
         exchange = Exchange(asyncio.ensure_future(self._draft(key, request)))
+        exchange.drafting.add_done_callback(self._count_end)
         exchange.drafting.add_done_callback(lambda task: task.cancelled() or task.exception())  # its client may be gone
         self._exchanges.setdefault(key, []).append(exchange)
         return exchange
+
+    def _count_end(self, drafting: asyncio.Task[Draft]) -> None:
+        self._running -= 1
 
     async def _draft(self, key: str, request: ChatRequest) -> Draft:
         try:

@@ -84,6 +84,8 @@ class GatewayConfig(Section):
     """Address to listen on; 0.0.0.0: all addresses, so that agents on other machines can connect."""
     port: int = setting(0, ge=0, le=65535, only_if=needs(".enable"))
     """Port to listen on; each worker of a machine takes the next free one; 0: any free port."""
+    max_reward: Positive = setting(100.0, only_if=needs(".enable"))
+    """Largest absolute value of a score that an agent posts."""
 
 
 class RolloutEngineName(RegisteredName):
