@@ -81,7 +81,10 @@ def _find_function(path: str, attribute: str) -> Any:
 
 
 def load_file(file: Path) -> ModuleType:
-    """Import a Python file under a unique name: one called `math.py` shadows nothing. It is executed once."""
+    """Import a Python file under a unique name: one called `math.py` shadows nothing. It is executed once.
+
+    It can import modules next to it. Installed modules come first: a file `random.py` next to it shadows nothing.
+    """
     name = f"{FILE_MODULE}{hashlib.sha1(str(file.resolve()).encode()).hexdigest()[:12]}"
     changed = file.stat().st_mtime_ns
     known = sys.modules.get(name)
@@ -93,6 +96,8 @@ def load_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     module.__dict__[_CHANGED] = changed
     sys.modules[name] = module  # so that its classes can be pickled
+    if (folder := str(file.resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # also for imports inside of functions
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,5 +1,6 @@
 import math
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +47,15 @@ def test_external_modules_are_imported_once(tmp_path, monkeypatch):
 def test_an_external_module_that_cannot_be_imported_is_reported_with_its_setting():
     with pytest.raises(ConfigError, match=r"model.external_lib: no_such_module cannot be imported: .*PYTHONPATH"):
         import_external(["no_such_module"])
+
+
+def test_a_file_imports_modules_next_to_it_and_they_shadow_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "units_of_a_reward.py").write_text("SCALE = 3.0\n")
+    (tmp_path / "random.py").write_text("raise RuntimeError('shadows the standard library')\n")
+    (tmp_path / "reward.py").write_text(
+        "from units_of_a_reward import SCALE\ndef score():\n    import random\n    return SCALE, random.random() < 1\n"
+    )
+    assert load_function(f"{tmp_path}/reward.py:score", {}, "x")() == (3.0, True)

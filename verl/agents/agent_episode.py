@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.adapters.blocking_agent import adapt_loop
-from verl.agents.builtin_agents import Agent, EnvironmentAgent, Task, ToolAgent, find_tool_problem
+from verl.agents.builtin_agents import (
+    Agent,
+    EnvironmentAgent,
+    Task,
+    ToolAgent,
+    find_tool_problem,
+    get_wanted_tools,
+)
 from verl.agents.chat_model import ChatModel
 from verl.agents.deterministic_batcher import Generate
 from verl.agents.episode import single_turn
@@ -17,6 +24,7 @@ from verl.agents.errors import EpisodeLimitError, LoopBlockedError, ToolFailureE
 from verl.agents.formats import FORMATS, detect_format
 from verl.agents.formats.tool_calls import Parse
 from verl.agents.gateway.agents import GatewayAgents
+from verl.agents.messages import prepare_messages
 from verl.agents.python_tool import python, start_interpreter
 from verl.agents.rendering import ChatRenderer
 from verl.agents.tools.sources import ToolSource, load_sources
@@ -94,6 +102,29 @@ class AgentEpisode:
                 'each prompt as [{"role": "user", "content": "..."}]'
             )
         return find_tool_problem(self.list_schemas(), extra_info) if name == "tool_agent" else None
+
+    @property
+    def has_only_tools(self) -> bool:
+        """Whether only tools answer the model: no environment, and no agent of the user."""
+        return set(self._agents) <= {"tool_agent", "single_turn"}
+
+    def check_tools_are_shown(self, raw: Any, extra_info: Mapping[str, Any]) -> None:
+        """Raise a `ConfigError` if the rendered prompt of a row lacks a tool: the model would not know of it."""
+        messages, wanted = read_prompt(raw), get_wanted_tools(extra_info)
+        schemas = {schema["function"]["name"]: schema for schema in self.list_schemas()}
+        names = list(schemas) if wanted is None else list(wanted)
+        if isinstance(messages, str) or (extra_info.get("agent_name") or self._default) != "tool_agent":
+            return
+        text = self._renderer.render_text(prepare_messages(messages), [schemas[name] for name in names])
+        if hidden := [name for name in names if name not in text]:
+            model = self._tokenizer.name_or_path or "the tokenizer"
+            raise ConfigError(
+                [
+                    f"{ROLLOUT}.multi_turn: the chat template of {model} does not show the model its tools: "
+                    f"{', '.join(hidden)}. Use a model whose chat template has tools, set chat_template of its "
+                    "tokenizer to one that has, or describe each tool by its name in the system message of the prompts"
+                ]
+            )
 
     async def __call__(self, prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
         if problem := self.find_problem(prompt.raw, prompt.extra_info):

@@ -108,14 +108,14 @@ class ToolAgent:
 
 def select_tools(tools: Sequence[Tool], row: Mapping[str, Any]) -> list[Tool]:
     """Return the tools that a row names; all tools if the row names none."""
-    wanted = _get_wanted_tools(row.get("extra_info") or {})
+    wanted = get_wanted_tools(row.get("extra_info") or {})
     names = {tool.schema["function"]["name"]: tool for tool in tools}
     return list(tools) if wanted is None else [names[name] for name in wanted if name in names]
 
 
 def find_tool_problem(schemas: Sequence[Mapping[str, Any]], extra_info: Mapping[str, Any]) -> str | None:
     """Return why a row cannot have the tools that it names; None if it can."""
-    wanted = _get_wanted_tools(extra_info)
+    wanted = get_wanted_tools(extra_info)
     if wanted is None:
         return None
     names = [schema["function"]["name"] for schema in schemas]
@@ -126,7 +126,8 @@ def find_tool_problem(schemas: Sequence[Mapping[str, Any]], extra_info: Mapping[
     return None
 
 
-def _get_wanted_tools(extra_info: Mapping[str, Any]) -> Any:
+def get_wanted_tools(extra_info: Mapping[str, Any]) -> Any:
+    """Return the names of the tools that a row wants; None for all."""
     return extra_info.get("tool_selection") or extra_info.get("tools")
 
 

@@ -238,6 +238,13 @@ TOOL_SCRIPTS: dict[str, list[Message]] = {
         _ANSWER,
         _OTHER_ANSWER,
     ],
+    "two turns of tool calls": [
+        {"role": "user", "content": "What is the value of a?"},
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        _ANSWER,
+        {"role": "assistant", "content": "", "tool_calls": [_OTHER_CALL]},
+        _OTHER_ANSWER,
+    ],
 }
 """The same for runs with tools. Templates need not accept two calls in one turn."""
 
@@ -248,13 +255,17 @@ def check_template(
     template_kwargs: Mapping[str, Any] | None = None,
     *,
     branches: bool = False,
+    only_tools: bool = False,
 ) -> None:
     """Raise a `ConfigError` if a conversation with this chat template cannot be continued exactly.
 
-    With `branches` every turn starts from the whole conversation, so a template may rewrite earlier turns.
+    With `branches` every turn starts from the whole conversation, so a template may rewrite earlier turns. With
+    `only_tools` a reply is followed by results of tools and by no message of a user, at which some templates drop
+    earlier reasoning.
     """
     model = tokenizer.name_or_path or "the tokenizer"
-    for name, script in (SCRIPTS | TOOL_SCRIPTS if tools else SCRIPTS).items():
+    scripts = (TOOL_SCRIPTS if tools else {}) | ({} if only_tools else SCRIPTS)
+    for name, script in scripts.items():
         try:
             text = ChatRenderer(tokenizer, template_kwargs).render_text(script, tools)
         except DataError as error:

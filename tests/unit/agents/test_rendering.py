@@ -214,6 +214,11 @@ def test_a_template_that_rewrites_history_is_refused_with_the_first_differing_to
     check_template(make_tokenizer(name), tools, branches=True)
 
 
+@pytest.mark.parametrize("name", ["Qwen3", "gpt-oss", "Mistral", "ChatML", "Llama 3", "DeepSeek", "GLM-4", "Kimi"])
+def test_tools_alone_never_make_a_template_rewrite_history(name: str) -> None:
+    check_template(make_tokenizer(name), [TOOL], only_tools=True)
+
+
 def test_a_header_that_is_not_kept_in_history_is_a_rewrite() -> None:
     with pytest.raises(ConfigError, match="where the whole conversation has"):
         check_template(make_tokenizer("Qwen3"), template_kwargs={"enable_thinking": False})

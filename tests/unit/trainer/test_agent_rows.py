@@ -12,6 +12,7 @@ from tiny import tiny_qwen2
 
 from verl.agents.agent_episode import AgentEpisode
 from verl.config.load import load_dict
+from verl.config.paths import change_settings
 from verl.config.schema.root import Config
 from verl.errors import ConfigError, DataError
 from verl.trainer.build.data import read_data
@@ -133,3 +134,24 @@ def with_agents(**agents: str) -> Config:
     settings = agent_config().model_dump()
     settings["actor_rollout_ref"]["rollout"]["agent"]["agents"] = agents
     return Config.model_validate(settings)
+
+
+def test_a_chat_template_that_ignores_tools_is_refused_unless_the_prompt_describes_them(
+    config: Any, model: Path, tmp_path: Path
+) -> None:
+    tokenizer = bpe_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls %}"
+        "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny_qwen2(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    names = [each["function"]["name"] for each in AgentEpisode(config([GOOD]), bpe_tokenizer()).list_schemas()]
+    section = "actor_rollout_ref"
+    change = {f"{section}.model.path": str(tmp_path / "model"), f"{section}.rollout.multi_turn.format": "hermes"}
+    with pytest.raises(ConfigError, match=f"does not show the model its tools: {names[0]}") as raised:
+        read_data(change_settings(config([GOOD]), change))
+    assert "system message" in str(raised.value)
+    described = {**GOOD, "prompt": [{"role": "system", "content": f"You may call {', '.join(names)}."}, *CHAT]}
+    read_data(change_settings(config([described], val=[described]), change))

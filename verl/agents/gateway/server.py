@@ -141,7 +141,7 @@ class Gateway:
             if not self._accepts_rewards:
                 raise RequestError(403, "reward_refused", "the run has a reward of its own, which scores the episode")
             body = await read_body(request)
-            reward = body.get("reward") if isinstance(body, dict) else None
+            reward: Any = body.get("reward") if isinstance(body, dict) else None
             if not is_finite_number(reward) or not -self._max_reward <= reward <= self._max_reward:
                 limit = f"a number from -{self._max_reward:g} to {self._max_reward:g}"
                 raise RequestError(400, "invalid_request", f'the body has to be {{"reward": {limit}}}')

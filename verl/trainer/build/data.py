@@ -65,18 +65,25 @@ def open_agents(config: Config, tokenizer: PreTrainedTokenizerBase) -> AgentEpis
     episode = AgentEpisode(config, tokenizer)
     if rollout.multi_turn.tokenization_sanity_check_mode == "strict":
         branches = rollout.multi_turn.use_inference_chat_template
-        check_template(tokenizer, episode.list_schemas(), template_kwargs, branches=branches)
+        schemas, only_tools = episode.list_schemas(), episode.has_only_tools
+        check_template(tokenizer, schemas, template_kwargs, branches=branches, only_tools=only_tools)
     return episode
 
 
 def check_rows(datasets: Iterable[PromptDataset], episode: AgentEpisode) -> None:
-    """Raise a `DataError` that lists the rows which cannot be played: unknown agents or tools, prompts of text."""
+    """Raise a `DataError` that lists the rows which cannot be played: unknown agents or tools, prompts of text.
+
+    Raise a `ConfigError` if the first prompt does not show its tools to the model.
+    """
     names = ("agent_name", "tools", "tool_selection", "extra_info", "reward_model")
     problems = []
     for dataset in datasets:
         for row, raw, fields in dataset.iter_fields(names):
             try:
-                problem = episode.find_problem(raw, extract_reward_fields(fields)["extra_info"])
+                extra_info = extract_reward_fields(fields)["extra_info"]
+                problem = episode.find_problem(raw, extra_info)
+                if problem is None and row == 0:
+                    episode.check_tools_are_shown(raw, extra_info)
             except DataError as error:
                 problem = str(error)
             if problem is not None:
