@@ -116,11 +116,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _generate(config: Config, output: Path, part: int, console: Console) -> None:
-    from verl.trainer.build.preflight import check_files
-    from verl.trainer.build.runtime import with_absolute_paths
+    with console.stage("checking the model and reading the data", is_logged=False):
+        from verl.trainer.build.preflight import check_files
+        from verl.trainer.build.runtime import with_absolute_paths
 
-    check_files(config)
-    with console.stage("reading the data", is_logged=False):
+        check_files(config)
         prompts = _Prompts(config)
     dataset, table = prompts.dataset, ResponseTable(prompts.dataset, has_episodes=prompts.agent is not None)
     for note in filter(None, (str(dataset.report), prompts.hint, *table.notes)):
@@ -154,10 +154,11 @@ async def _start_engines(
     config: Config, console: Console, closing: AsyncExitStack
 ) -> tuple[EnginePool, EngineSupervisor]:
     """Start the rollout engines, which load the model from disk, and their supervisor; `closing` ends them."""
-    from verl.trainer.build.placement import place_engines
-    from verl.trainer.build.rl_builder import build_supervisor
-    from verl.trainer.build.runtime import RunBuilder
-    from verl.trainer.build.worker_settings import timeouts
+    with console.stage("importing libraries", is_logged=False):
+        from verl.trainer.build.placement import place_engines
+        from verl.trainer.build.rl_builder import build_supervisor
+        from verl.trainer.build.runtime import RunBuilder
+        from verl.trainer.build.worker_settings import timeouts
 
     restarts, limits = RestartTracker(console, config.trainer.faults), timeouts(config)
     builder = RunBuilder(config, console, restarts, closing)

@@ -74,7 +74,8 @@ class _Stage:
     start: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
-        return " ".join(filter(None, (self.name, self.progress(), duration(time.monotonic() - self.start))))
+        elapsed, progress = duration(time.monotonic() - self.start), self.progress()
+        return f"{self.name} ({elapsed}){': ' * bool(progress)}{progress}"
 
 
 class Console:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from verl.rewards.result import FailureTracker, truncate
 from verl.rewards.reward_function import resolve_scorer
 from verl.rollout.engine import EngineView
 from verl.rollout.supervisor import EngineSupervisor
+from verl.tracking.console import duration
 from verl.types import SampleHandle, SamplePreview, SamplingParams
 from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
 from verl.workers.rewards import RemoteRewardModel
@@ -123,10 +125,15 @@ class EpisodeClient:
         self._sampling = _sampling_params(config, stop_token_ids)
         self._greedy_baseline = greedy_baseline
         self._started, self._finished = Counter[str](), Counter[str]()  # responses by split, since all were finished
+        self._began: dict[str, float] = {}
 
     def describe_progress(self, split: str) -> str:
-        """Return how many responses of the step, or of the validation, are finished."""
-        return f"{self._finished[split]:,} of {self._started[split]:,} responses" if self._started[split] else ""
+        """Return how many responses of the step, or of the validation, are finished, and the time that others need."""
+        finished, started = self._finished[split], self._started[split]
+        if not finished:
+            return f"{started:,} responses" if started else ""
+        left_s = (time.monotonic() - self._began[split]) * (started - finished) / finished
+        return f"{finished:,} of {started:,} responses, about {duration(left_s)} left"
 
     async def run_group(self, position: int, row: int) -> list[SampleHandle] | None:
         """Return the scored samples of one training prompt; None if the prompt is too long."""
@@ -159,6 +166,7 @@ class EpisodeClient:
         request = GroupRequest(split, row, group, seeds, self._sampling[split], greedy_baseline)
         if self._finished[split] == self._started[split]:
             self._started[split] = self._finished[split] = 0
+            self._began[split] = time.monotonic()
         self._started[split] += count
         handles = await self._supervisor.run_while_available(self._pool.run(request))
         self._finished[split] += count

@@ -161,7 +161,7 @@ def test_a_stage_is_a_line_in_a_file_and_a_spinner_with_progress_on_a_terminal()
     with console.stage("starting Ray"), console.stage("generating", lambda: "3 of 64 responses"):
         console.note("a line above")
         time.sleep(0.4)
-    assert "starting Ray 0s; generating 3 of 64 responses 0s" in terminal.getvalue()
+    assert "starting Ray (0s); generating (0s): 3 of 64 responses" in terminal.getvalue()
     assert "a line above" in terminal.getvalue()
     before = terminal.getvalue()
     time.sleep(0.4)

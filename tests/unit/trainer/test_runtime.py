@@ -15,7 +15,7 @@ from verl.config.schema import Config, SftConfig
 from verl.errors import CheckpointError
 from verl.sft.builder import build_schedule as sft_schedule
 from verl.tracking.console import Console
-from verl.trainer.build.runtime import build_checkpointer, resume
+from verl.trainer.build.runtime import advise_on_cores, build_checkpointer, resume
 
 pytestmark = pytest.mark.unit
 
@@ -116,3 +116,9 @@ async def test_names_on_the_hub_are_compared_too(tmp_path: Path) -> None:
     await save_as(run_of(tmp_path, model="org/small"))
     with pytest.raises(CheckpointError, match="from the model org/small, but the settings name org/large"):
         await resumed(run_of(tmp_path, model="org/large"))
+
+
+def test_more_train_ranks_than_cores_get_advice() -> None:
+    assert "8 train ranks share its 2 CPU cores" in (advise_on_cores(8, "cpu", 2) or "")
+    assert advise_on_cores(2, "cpu", 2) is None
+    assert advise_on_cores(8, "cuda", 2) is None

@@ -104,6 +104,16 @@ def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSch
     return open_sinks([*config.trainer.logger, "jsonl"], run, console)
 
 
+def advise_on_cores(ranks: int, device: str, cores: int) -> str | None:
+    """Return advice if train ranks, of which there are 8 by default, have to share the cores of the machine."""
+    if device != "cpu" or ranks <= cores:
+        return None
+    return (
+        f"this machine has no GPU, and {ranks} train ranks share its {cores} CPU cores: the run will be slow; set "
+        "trainer.n_gpus_per_node=1"
+    )
+
+
 class RunBuilder(Generic[C]):
     """The stages that building any run begins and ends with. Each registers with `closing` how to undo it."""
 
@@ -141,10 +151,8 @@ class RunBuilder(Generic[C]):
         if self.restarts.has_restarted:
             self.config = await _fit_to_devices(self.config, self.device, self.console)
         ranks, width = count_train_ranks(self.config), count_group_devices(self.config)
-        if self.device == "cpu" and ranks > (cores := os.cpu_count() or 1):
-            self.console.advice(
-                f"{ranks} train ranks share {cores} CPU cores and will be slow; set trainer.n_gpus_per_node=1"
-            )
+        if advice := advise_on_cores(self.config.trainer.n_gpus_per_node, self.device, os.cpu_count() or 1):
+            self.console.advice(advice)
         self.pool = await self.reserve_devices(ranks, width, "trainer.n_gpus_per_node")
 
     async def reserve_devices(self, count: int, width: int, setting: str) -> DevicePool:
