@@ -24,7 +24,7 @@ from _run import environment, scripts  # noqa: E402
 from rotation import current_group, record_left  # noqa: E402
 
 ROTATION = (
-    ("kills", "families", "sleep", "step", "trl", "vocabulary", "unearned"),
+    ("kills", "families", "sleep", "step", "trl", "vocabulary", "unearned", "first_contact"),
     ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading"),
     ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge"),
     ("distillation", "reward_overlap", "poison", "reshard", "load", "tools", "sandbox"),

@@ -165,7 +165,8 @@ class _Trainer:
             raise ConfigError(["prompts: must be given, to the trainer or to train(prompts)"])
         console = Console()
         folder = self._choose_folder(console)
-        loaded = self._load(prompts, folder)
+        with console.stage("writing prompts and checking settings", is_logged=False):
+            loaded = self._load(prompts, folder)
         console.hints(loaded.hints)
         reward = self.reward if callable(self.reward) else None
         resume = f'folder="{folder}" and TrainingConfig(settings={{"trainer.resume_mode": "auto"}})'
