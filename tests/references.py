@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 Rows = list[list[float]]
 
@@ -384,6 +385,18 @@ def cispo(lp: float, old: float, a: float, n: Numbers) -> Slope:
     return -weight * a * lp, -weight * a
 
 
+def dppo(lp: float, old: float, a: float, n: Numbers, *, kl: bool) -> Slope:
+    p, q = math.exp(min(lp, -1e-6)), math.exp(min(old, -1e-6))
+    up = down = math.exp(lp) - math.exp(old)
+    if kl:
+        divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        up, down = (divergence, 0.0) if p > q else (0.0, -divergence)
+    if (a > 0 and up > n.high) or (a < 0 and down < -n.low):
+        return 0.0, 0.0
+    weight = min(ratio(lp, old)[0], n.c)
+    return -weight * a * lp, -weight * a
+
+
 def sapo(lp: float, old: float, a: float, n: Numbers) -> Slope:
     tau = n.tau_pos if a > 0 else n.tau_neg
     r, dr = ratio(lp, old)
@@ -396,7 +409,14 @@ def plain_gradient(lp: float, old: float, a: float, n: Numbers) -> Slope:
     return -a * lp, -a
 
 
-TOKEN_LOSSES = {"vanilla": vanilla, "cispo": cispo, "sapo": sapo, "gpg": plain_gradient}
+TOKEN_LOSSES = {
+    "vanilla": vanilla,
+    "cispo": cispo,
+    "dppo_tv": partial(dppo, kl=False),
+    "dppo_kl": partial(dppo, kl=True),
+    "sapo": sapo,
+    "gpg": plain_gradient,
+}
 
 
 def token_losses(batch: Batch, name: str, n: Numbers) -> tuple[Rows, Rows]:
@@ -682,14 +702,15 @@ def icepop_weights(batch: Batch, lower: float, upper: float) -> Rows:
 
 
 def rejection_by_kl(batch: Batch, level: str, upper: float) -> list[list[bool]]:
-    """Keep k2 = D^2/2 or k3 = exp(D) - 1 - D up to a bound: of the token, or the sequence's mean or maximum."""
+    """Keep k2 = D^2/2 or k3 = exp(D) - 1 - D up to a bound: of the token, or the sequence's sum, mean or maximum."""
     rows = []
     for x in batch:
         row = [False] * len(x.mask)
         estimates = [d * d / 2 if level.endswith("k2") else math.exp(d) - 1 - d for d in log_ratios(x)]
         for t, own in zip(x.generated(), estimates, strict=True):
-            value = own if level.startswith("token") else max(estimates) if "max" in level else mean(estimates)
-            row[t] = value <= upper
+            kind = level.removesuffix("_k2").removesuffix("_k3")
+            whole = {"seq_sum": sum(estimates), "seq_mean": mean(estimates), "seq_max": max(estimates)}
+            row[t] = whole.get(kind, own) <= upper
         rows.append(row)
     return rows
 

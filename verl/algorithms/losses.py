@@ -96,6 +96,20 @@ def cispo(x: LossInputs, o: LossOptions) -> PolicyLoss:
     return PolicyLoss(-weight * x.advantages * x.logprobs, ratio > weight, ratio < weight)
 
 
+def dppo_tv(x: LossInputs, o: LossOptions) -> PolicyLoss:
+    """DPPO: -sg[min(r, c)] * A * lp, where p - p_old, the binary TV, stays in [-low, high] on the side of A."""
+    distance = (x.logprobs.exp() - x.old_logprobs.exp()).detach()
+    return _trust(x, o, distance > o.clip_high, distance < -o.clip_low)
+
+
+def dppo_kl(x: LossInputs, o: LossOptions) -> PolicyLoss:
+    """DPPO with the binary KL from p_old to p, of this token against all others, at most low or high."""
+    new, old = (each.detach().clamp(max=-1e-6) for each in (x.logprobs, x.old_logprobs))
+    rest, rest_old = torch.log1p(-new.exp()), torch.log1p(-old.exp())
+    divergence = old.exp() * (old - new) + rest_old.exp() * (rest_old - rest)
+    return _trust(x, o, (divergence > o.clip_high) & (new > old), (divergence > o.clip_low) & (new < old))
+
+
 def sapo(x: LossInputs, o: LossOptions) -> PolicyLoss:
     """-A * sigmoid(tau * (r - 1)) * 4/tau, tau_pos where A > 0 and tau_neg elsewhere: a soft clip."""
     tau = torch.full_like(x.advantages, o.tau_neg).masked_fill(x.advantages > 0, o.tau_pos)
@@ -160,6 +174,8 @@ LOSSES: dict[str, LossFunction] = {
     "vanilla": vanilla,
     "gspo": gspo,
     "cispo": cispo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
     "sapo": sapo,
     "geo_mean": geo_mean,
     "gpg": gpg,
@@ -180,6 +196,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     clipped = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
     return 0.5 * torch.maximum(plain, clipped), clipped > plain
 
+
+UNBIASED_KL = "unbiased"
+"""k3 weighted by the ratio: its gradient is that of the true KL, also for tokens of an older policy (loss only)."""
 
 EXACT_KL = "full"
 """The exact KL, summed over the whole vocabulary: `verl.training.kernels.logprobs.vocabulary_kl`."""
@@ -235,6 +254,13 @@ def _clip(ratio: Tensor, advantages: Tensor, o: LossOptions) -> PolicyLoss:
     loss = torch.maximum(plain, -advantages * ratio.clamp(1.0 - o.clip_low, 1.0 + o.clip_high))
     is_clipped = loss > plain
     return PolicyLoss(loss, is_clipped & (ratio > 1.0), is_clipped & (ratio < 1.0))
+
+
+def _trust(x: LossInputs, o: LossOptions, too_high: Tensor, too_low: Tensor) -> PolicyLoss:
+    """-sg[min(r, c)] * A * lp, without the tokens that are too high where A > 0, or too low where A < 0."""
+    high, low = too_high & (x.advantages > 0), too_low & (x.advantages < 0)
+    loss = -x.ratio.detach().clamp(max=o.clip_c) * x.advantages * x.logprobs
+    return PolicyLoss(torch.where(high | low, 0.0, loss), high, low)
 
 
 def _get_selected(x: LossInputs) -> Tensor:

@@ -19,6 +19,7 @@ from verl.algorithms.losses import (
     EXACT_KL,
     LOSSES,
     PER_SEQUENCE,
+    UNBIASED_KL,
     LossInputs,
     PolicyLoss,
     clamp_teacher_kl,
@@ -124,7 +125,7 @@ class PolicyObjective:
         if algorithm.entropy_coeff:
             loss = loss - algorithm.entropy_coeff * share(output.entropy)
         if algorithm.loss_kl_coef is not None:
-            kl = share(self._kl(output, batch))
+            kl = share(self._kl(output, batch, inputs))
             loss = loss + algorithm.loss_kl_coef * kl
             metrics["actor/kl_loss"] = kl.detach()
         if algorithm.distillation is not None and algorithm.distillation.mode == "loss":
@@ -142,10 +143,12 @@ class PolicyObjective:
             return 1.0
         return average_weights(weights, self.algorithm.loss_mode, inputs.sequence_mean)
 
-    def _kl(self, output: ModelOutput, batch: Batch) -> Tensor:
+    def _kl(self, output: ModelOutput, batch: Batch, inputs: LossInputs) -> Tensor:
         kind = self.algorithm.loss_kl_type
         if kind == EXACT_KL:
             return _require(output.kl, "kl")
+        if kind == UNBIASED_KL:
+            return inputs.ratio * kl_penalty(output.logprobs, _require(batch.ref_logprobs, "ref_logprobs"), "k3")
         return kl_penalty(output.logprobs, _require(batch.ref_logprobs, "ref_logprobs"), kind)
 
     def _policy_loss(self, inputs: LossInputs) -> PolicyLoss:

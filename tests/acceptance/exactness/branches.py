@@ -62,6 +62,7 @@ DIFFERS = {
     "optimal_token_baseline": "tokens are compared by their index in the branch",
     "prime": "the process rewards of a token are those of its branch from there on",
     "clip_cov": "tokens are chosen at random, by a hash of their position in the branch",
+    "ties": "without rewards all covariances are 0, and a hash of the position in the branch decides",
     "KL in the reward": "a return to go contains the KL of its branch from there on",
 }
 RETURNS_TO_GO = ("reinforce_plus_plus", "remax", "gae", "optimal_token_baseline")
@@ -160,6 +161,8 @@ class Case:
     def reasons(self) -> list[str]:
         """Why layouts may differ."""
         reasons = [DIFFERS[name] for name in (self.estimator, self.loss) if name in DIFFERS]
+        if self.loss == "kl_cov" and self.estimator == "no_rewards":
+            reasons.append(DIFFERS["ties"])
         if self.reward_kl and self.estimator in RETURNS_TO_GO:
             reasons.append(DIFFERS["KL in the reward"])
         return reasons

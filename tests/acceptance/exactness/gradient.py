@@ -47,7 +47,7 @@ from verl.data.packing import balance, chunk, pack
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.shared_prompts import find_shared_prompts
-from verl.training.policy.trainer import PolicyTrainer
+from verl.training.policy.passes import run_prepass
 from verl.training.process_group import init_process_group
 
 LIMIT = 1e-5
@@ -137,7 +137,8 @@ def prepared(mini_batch, term):
     """Return the batch for a term. Advantages are 0 where the policy term must not add a gradient."""
     batch = mini_batch.batch
     if term == "process":
-        return batch.with_(returns=mini_batch.scores.float()[batch.segment_ids])
+        outcomes = mini_batch.scores.float()[batch.segment_ids]
+        return batch.with_(advantages=outcomes, old_logprobs=batch.ref_logprobs)
     if term in MIXTURE:
         batch = batch.with_(old_logprobs=mini_batch.mixture_logprobs, routed_experts=mini_batch.experts[term])
     alone = term in ("entropy", "distillation", "router balance") or term.startswith("kl ")
@@ -149,19 +150,18 @@ def micro_batches(engine, mini_batch, pieces, term):
     batch, prepass = prepared(mini_batch, term), PREPASSES.get(term)
     if prepass is None:
         return batch.split(pieces)
-    policy = PolicyTrainer(engine, AlgorithmSettings(loss_mode=term, loss_options=OPTIONS))
-    policy._batch = batch
-    policy._inputs = AdvantageInputs(
+    inputs = AdvantageInputs(
         scores=mini_batch.scores,
         groups=mini_batch.groups,
         mask=batch.mask,
         offsets=batch.offsets,
         rewards=torch.zeros(batch.num_tokens).double(),
+        episodes=torch.arange(SEQUENCES),
         rank=engine.data_rank,
         gather=engine.gather,
     )
     parts = [np.array(piece, dtype=np.int64) for piece in pieces]
-    return policy._run_prepass(prepass, parts, SimpleNamespace(indices=np.arange(SEQUENCES)), updated=True)[0]
+    return run_prepass([prepass], engine, batch, inputs, parts, OPTIONS)[0]
 
 
 def random_sequences(generator):

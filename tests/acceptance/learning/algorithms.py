@@ -51,6 +51,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "spin": ("data.train_batch_size=128", "actor_rollout_ref.actor.ppo_mini_batch_size=128"),
     "sppo": ONE_UPDATE,
     "prime": FOUR_TOKENS,
+    "dppo": (),
     "sapo": (),
     "gmpo": (),
     "clip_cov": (),

@@ -202,7 +202,8 @@ class Run:
         if batch.returns is not None:
             ValueObjective()(ValueOutput(self.values[states]), batch, totals)[0].backward()
         if self.estimator == "prime":
-            batch = batch.with_(returns=scores.clamp(0.0, 1.0).repeat_interleave(batch.lengths))
+            outcomes = scores.clamp(0.0, 1.0).repeat_interleave(batch.lengths)
+            batch = batch.with_(advantages=outcomes, old_logprobs=batch.ref_logprobs)
             output = ModelOutput(self.logprobs(self.process, states, arms), torch.zeros(len(arms)))
             OutcomeObjective(0.5)(output, batch, totals)[0].backward()
         self.others.step()

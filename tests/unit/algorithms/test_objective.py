@@ -189,3 +189,27 @@ def test_sft_is_the_mean_negative_log_likelihood_of_generated_tokens():
     assert float(loss) == pytest.approx(float(-output.logprobs[batch.mask].mean()))
     assert float(metrics["train/loss"]) == float(loss)
     assert float(sft(output, batch, Totals(2 * totals.tokens, 6))[0]) == pytest.approx(float(loss) / 2)
+
+
+def test_the_gradient_of_the_unbiased_kl_is_that_of_the_exact_kl_also_off_policy():
+    logits, ref, old = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits.requires_grad_()
+    lp, lp_ref, lp_old = (each.log_softmax(-1) for each in (logits, ref, old))
+    exact = torch.autograd.grad((lp.exp() * (lp - lp_ref)).sum(), logits, retain_graph=True)[0]
+    batch = SimpleNamespace(
+        mask=torch.ones(6).bool(),
+        offsets=torch.arange(7),
+        old_logprobs=lp_old,
+        ref_logprobs=lp_ref,
+        advantages=torch.zeros(6).double(),
+        weights=None,
+        selected=None,
+        shares=None,
+        episode_tokens=None,
+        episode_log_ratio=None,
+    )
+    algorithm = AlgorithmSettings(loss_kl_coef=1.0, loss_kl_type="unbiased")
+    objective = PolicyObjective(algorithm)
+    kl = objective._kl(SimpleNamespace(logprobs=lp), batch, make_loss_inputs(lp, batch))
+    expected = torch.autograd.grad((lp_old.exp() * kl).sum(), logits)[0]  # over tokens that the old policy samples
+    assert expected.tolist() == pytest.approx(exact.tolist(), abs=1e-9)

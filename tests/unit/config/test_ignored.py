@@ -39,7 +39,7 @@ class Effect:
 
 
 ADVANTAGES = [name for name in LOSSES if name not in ("dpo", "sppo")]
-CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov")
+CLIPPED = ("vanilla", "gspo", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov")
 PER_TOKEN = [name for name in LOSSES if name not in ("gspo", "sapo", "geo_mean", "dpo", "sppo")]
 ALWAYS = Effect()
 CRITIC = Effect(estimators=["gae"], losses=ADVANTAGES)
@@ -157,7 +157,7 @@ EFFECTS: dict[str, Effect] = {
     f"{A}.clip_ratio": only(*CLIPPED),
     f"{A}.clip_ratio_low": only(*CLIPPED),
     f"{A}.clip_ratio_high": only(*CLIPPED),
-    f"{A}.clip_ratio_c": only("vanilla"),
+    f"{A}.clip_ratio_c": only("vanilla", "dppo_tv", "dppo_kl"),
     f"{A}.loss_agg_mode": only(*PER_TOKEN),
     f"{A}.loss_scale_factor": Effect(losses=PER_TOKEN, switches=((f"{A}.loss_agg_mode", "seq-mean-token-sum-norm"),)),
     f"{A}.kl_loss_coef": when((f"{A}.use_kl_loss", True)),

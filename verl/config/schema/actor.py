@@ -33,14 +33,16 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 _Kl = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 _KlWithK2Gradient = Literal["kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 KlKind = Literal[_Kl, _KlWithK2Gradient, "full"]
-PolicyLoss = Literal["vanilla", "gspo", "cispo", "sapo", "geo_mean", "gpg", "clip_cov", "kl_cov", "dpo", "sppo"]
+PolicyLoss = Literal[
+    "vanilla", "gspo", "cispo", "dppo_tv", "dppo_kl", "sapo", "geo_mean", "gpg", "clip_cov", "kl_cov", "dpo", "sppo"
+]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Content = Literal["model", "optimizer", "extra", "hf_model"]
 
 _CLIP_COV = needs(".loss_mode", "clip_cov")
 _KL_COV = needs(".loss_mode", "kl_cov")
 _SAPO = needs(".loss_mode", "sapo")
-_DUAL_CLIP = needs(".policy_loss.loss_mode", "vanilla")
+_DUAL_CLIP = needs(".policy_loss.loss_mode", "vanilla", "dppo_tv", "dppo_kl")
 _MUON = needs(".name", "muon")
 _WARMS_UP = OnlyIf(
     (".lr_warmup_steps", ".lr_warmup_steps_ratio"),
@@ -53,7 +55,7 @@ _OFFLOAD = (
     unless(".offload_policy", True, reason="{section}.offload_policy=true already keeps everything in host memory"),
 )
 _HAS_ADAPTER = unless(".lora_rank", 0, reason="{section}.lora_rank=0 means no adapter")
-_CLIPPED = needs(".policy_loss.loss_mode", "vanilla", "gspo", "cispo", "geo_mean", "clip_cov")
+_CLIPPED = needs(".policy_loss.loss_mode", "vanilla", "gspo", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov")
 _CLIP_RATIO = OnlyIf(
     (".clip_ratio_low", ".clip_ratio_high"),
     lambda low, high: low is None or high is None,
@@ -252,8 +254,8 @@ class ActorConfig(Section):
     """Add a KL penalty against the reference policy to the loss."""
     kl_loss_coef: float = setting(0.001, ge=0, only_if=needs(".use_kl_loss"))
     """Coefficient of the KL penalty in the loss."""
-    kl_loss_type: KlKind = setting("low_var_kl", only_if=needs(".use_kl_loss"))
-    """KL estimator; a trailing + takes the gradient of k2; full: exact over the vocabulary."""
+    kl_loss_type: KlKind | Literal["unbiased"] = setting("low_var_kl", only_if=needs(".use_kl_loss"))
+    """KL estimator; a trailing + takes the gradient of k2; unbiased: k3 times the ratio; full: exact."""
     router_replay: RouterReplayConfig = section(RouterReplayConfig, "Routing replay of MoE models.")
     router_aux_loss_coef: float = setting(0.0, ge=0)
     """Coefficient of the load-balancing loss of MoE routers; 0: none."""
