@@ -133,3 +133,24 @@ async def test_a_python_without_the_library_ends_the_run_with_a_hint(python: str
     agent = make_agent({"taskset": {"id": "sums"}}, python)
     with pytest.raises(ConfigError, match=reason):
         await play_episode(agent, ScriptedModel(lambda _: "7"), SAMPLING, make_prompt(json.dumps({"answer": "7"})))
+
+
+def test_the_configuration_is_not_an_argument_and_secrets_are_not_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/arguments; env > {tmp_path}/environment\ncat > {tmp_path}/input\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-hidden-from-tasks")
+    monkeypatch.setenv("PROXY_URL", "http://user:hidden-password@proxy")
+    monkeypatch.setenv("TASK_LEVEL", "3")
+    process = make_agent({"taskset": {"token": "hidden-token"}}, str(python)).get_process()._process
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(30)
+    seen = (tmp_path / "environment").read_text()
+    assert "hidden" not in (tmp_path / "arguments").read_text() + seen
+    assert "TASK_LEVEL=3" in seen
+    assert json.loads((tmp_path / "input").read_text()) == {"taskset": {"token": "hidden-token"}}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 import json
+import re
 import shlex
 from urllib.parse import quote
 
 import pytest
+import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
 from secret_samples import (
@@ -23,6 +26,7 @@ from secret_samples import (
 import verl.redaction.text as redaction
 from verl.config.schema import Config, SftConfig, collect_settings
 from verl.redaction import HIDDEN, is_secret_name, redact, redact_settings, remember, remember_arguments
+from verl.tracking.console import Console
 
 pytestmark = pytest.mark.unit
 
@@ -173,3 +177,28 @@ def test_a_long_word_is_redacted_in_linear_time(part: str) -> None:
 @pytest.mark.parametrize("before", ["1", "_", "é", ".", "-"])
 def test_a_login_is_hidden_after_any_character(before: str) -> None:
     assert redact(f"{before}https://user:hunter2hunter2@host") == f"{before}https://user:{HIDDEN}@host"
+
+
+HOSTILE = {
+    "title": "\x1b]0;pwned\x07",
+    "clear": "\x1b[2J\x1b[H",
+    "clipboard": "\x1b]52;c;cm0gLXJmIC8=\x07",
+    "overwrite": "score 0\rscore 1",
+    "backspace": "no\x08\x08yes",
+    "8-bit": "\x9b2J",
+    "bidi": "\u202etxet",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_control_characters_of_tools_do_not_reach_the_terminal(text: str) -> None:
+    out = io.StringIO()
+    console = Console(out=rich.console.Console(file=out, force_terminal=True, width=200))
+    for write in (console.note, console.advice, console.banner):
+        write(f"the tool replied {text}")
+    shown = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
+    assert not set(shown) & {chr(code) for code in (*range(9), *range(11, 32), 127, *range(128, 160), 0x202E)}
+
+
+def test_colors_are_removed_and_lines_and_tabs_are_kept() -> None:
+    assert redact("\x1b[36mray::f\x1b[0m\n\tdone é 漢") == "ray::f\n\tdone é 漢"

@@ -37,6 +37,7 @@ from verl.config.schema.conditions import ROLLOUT
 from verl.custom_functions import load_function
 from verl.data.chat import read_prompt
 from verl.errors import ConfigError, DataError
+from verl.redaction import redact
 from verl.types import Failed, Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class AgentEpisode:
             if transcript.failure is None:
                 break
             transcript.score = None
-            _log.warning("attempt %d of an episode failed: %s", attempts, transcript.failure.message)
+            _log.warning("attempt %d of an episode failed: %s", attempts, redact(transcript.failure.message))
         return transcript
 
     async def close(self) -> None:

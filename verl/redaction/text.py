@@ -1,5 +1,8 @@
 """Recognizing secrets, and removing them from text that leaves a run: errors, console output, saved settings.
 
+Control characters, which tools and responses may contain, become visible: they would move the cursor of a terminal,
+rename its window, or write what looks like another line.
+
 A secret is recognized by its name (`api_key`, `HF_TOKEN`, `PGPASSWORD`), by its position (`https://user:SECRET@host`,
 `?sig=SECRET`, `--password SECRET`), by its shape (see `shapes`), or by its value: the value of an environment
 variable or setting with such a name is hidden wherever it appears, also in messages of third-party exceptions.
@@ -45,6 +48,10 @@ _VALUE = re.compile(
 )
 _LOGIN = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]+://)(?P<user>[^\s/?#@:]*)(?P<password>:[^\s/?#@]*)?@")
 
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+_CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}  # reorder a line
+
 _known: set[str] = set()
 
 
@@ -54,7 +61,7 @@ def redact_settings(tree: Any, name: str = "") -> Any:
 
 
 def redact(text: str) -> str:
-    """Return the text with its secrets hidden."""
+    """Return the text with its secrets hidden, and its control characters escaped."""
     for value in sorted(_known | _list_environment_secrets(), key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     text = _LOGIN.sub(_mask_login, text)
@@ -63,7 +70,16 @@ def redact(text: str) -> str:
     for start, end in _iter_assigned(text):
         parts += [text[position:start], HIDDEN]
         position = end
-    return "".join([*parts, text[position:]])
+    return escape_controls("".join([*parts, text[position:]]))
+
+
+def escape_controls(text: str) -> str:
+    r"""Return the text without colors, and with all control characters but newlines and tabs escaped.
+
+    >>> escape_controls("\x1b[31mred\x1b[0m \x1b]0;title\x07")
+    'red \\x1b]0;title\\x07'
+    """
+    return _COLOR.sub("", text).translate(_CONTROLS)
 
 
 def remember(tree: Any, name: str = "") -> None:

@@ -21,11 +21,14 @@ from typing import Any
 
 from verl.agents.builtin_agents import Task
 from verl.errors import ConfigError
+from verl.redaction import is_secret_name, redact
 
 # The library's `EnvConfig`: a taskset, and the harness and runtime of its one agent.
 CONFIG = {"taskset": {"id": "my-tasks"}, "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 # The interpreter of an environment that has verifiers==0.4.0, uv and the package of the tasks.
 PYTHON = "DIR/bin/python"
+# Environment variables with secrets that the tasks need, such as the key of a judge.
+KEYS: tuple[str, ...] = ()
 
 SETTING = "actor_rollout_ref.rollout.agent.default_agent_loop"
 PROGRAM = Path(__file__).with_name("verifiers_process.py")
@@ -65,15 +68,16 @@ class VerifiersProcess:
         path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
         try:
             self._process = subprocess.Popen(
-                [python, "-P", str(PROGRAM), json.dumps(config)],
+                [python, "-P", str(PROGRAM)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PATH": path},
+                env={**filter_environment(os.environ), "PATH": path},
                 start_new_session=True,  # the process ends with its standard input, not at Ctrl-C
                 text=True,
             )
         except OSError as error:
             raise ConfigError([f"{SETTING}: the Python of verifiers cannot be started: {error}"]) from error
+        self._send(config)  # not as an argument, which other users of the machine could read
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._waiting: dict[int, Future[float]] = {}
@@ -92,13 +96,16 @@ class VerifiersProcess:
                 raise self._end
             number = next(self._ids)
             self._waiting[number] = future
-            assert self._process.stdin is not None
-            try:
-                self._process.stdin.write(json.dumps({"id": number, **request}) + "\n")
-                self._process.stdin.flush()
-            except BrokenPipeError:
-                pass  # `_read` finds out why
+            self._send({"id": number, **request})
         return future.result()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `_read` finds out why
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -119,6 +126,15 @@ class VerifiersProcess:
             self._end = end or RuntimeError(f"the process of verifiers ended with code {code}")
             for future in self._waiting.values():
                 future.set_exception(self._end)
+
+
+def filter_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without secrets, except those that the tasks need (`KEYS`)."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in KEYS or not (is_secret_name(name) or redact(value) != value)
+    }
 
 
 agent = VerifiersAgent(CONFIG, PYTHON)

@@ -1,5 +1,7 @@
 """Plays episodes of the library verifiers: a request per line of standard input, a result per line of standard output.
 
+The first line of standard input is the configuration.
+
 Runs with the Python of an environment that has the library but not verl, so this file imports nothing of verl.
 """
 
@@ -69,7 +71,7 @@ if __name__ == "__main__":
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what tasks print goes to standard error
     try:
-        asyncio.run(main(json.loads(sys.argv[1]), results))
+        asyncio.run(main(json.loads(sys.stdin.readline()), results))
     except Exception as error:  # noqa: BLE001 - reported where the process was started
         write(results, {"error": f"{type(error).__name__}: {error}"})
         sys.exit(1)

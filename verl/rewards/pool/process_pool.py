@@ -24,6 +24,7 @@ from itertools import islice
 from typing import Any, Generic, Self
 
 from verl.errors import RewardError
+from verl.redaction import redact
 from verl.rewards.pool.job import Job, Q, R
 from verl.rewards.pool.supervisor import KILL, READY, ExitReport
 from verl.rewards.pool.worker import HEADER
@@ -169,7 +170,7 @@ class ProcessPool(Generic[Q, R]):
         """Log a warning once, whichever worker sends it first."""
         if text not in self._warnings:
             self._warnings.add(text)
-            _log.warning("%s", text)
+            _log.warning("%s", redact(text))
 
     def requeue(self, calls: Sequence[_Call[Q, R]]) -> None:
         """Put calls whose worker ended, but not because of them, first in the queue."""
