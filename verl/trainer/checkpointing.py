@@ -31,7 +31,7 @@ class Checkpointer:
         checkpoints: CheckpointDir,
         console: Console,
         *,
-        run: Mapping[str, str] | None = None,
+        run: Mapping[str, Any] | None = None,
         keep: int | None = None,
         timeout: Timeout = DEFAULT_TIMEOUTS.checkpoint,
         clock: Callable[[], float] = time.monotonic,

@@ -15,6 +15,8 @@ from verl.config.schema import Config, SftConfig
 from verl.errors import CheckpointError
 from verl.sft.builder import build_schedule as sft_schedule
 from verl.tracking.console import Console
+from verl.trainer.build import run_sources
+from verl.trainer.build.run_sources import digest_sources
 from verl.trainer.build.runtime import advise_on_cores, build_checkpointer, resume
 
 pytestmark = pytest.mark.unit
@@ -70,12 +72,16 @@ class Stream:
 
 
 async def save_as(config: Config | SftConfig) -> None:
-    await build_checkpointer(config, Ranks(), Console()).save(3, {"data": {"position": 3}})  # type: ignore[arg-type]
+    ranks: Any = Ranks()
+    await build_checkpointer(config, ranks, Console(), sources=digest_sources(config)).save(
+        3, {"data": {"position": 3}}
+    )
 
 
 async def resumed(config: Config | SftConfig) -> int:
-    ranks = Ranks()
-    step = await resume(config, ranks, Stream(), Console())  # type: ignore[arg-type]
+    ranks: Any = Ranks()
+    stream: Any = Stream()
+    step = await resume(config, ranks, stream, Console(), digest_sources(config))
     assert len(ranks.loaded) == (step > 0)
     return step
 
@@ -122,3 +128,61 @@ def test_more_train_ranks_than_cores_get_advice() -> None:
     assert "8 train ranks share its 2 CPU cores" in (advise_on_cores(8, "cpu", 2) or "")
     assert advise_on_cores(2, "cpu", 2) is None
     assert advise_on_cores(8, "cuda", 2) is None
+
+
+def with_data(folder: Path, text: str, *settings: str, command: Any = run_of) -> Any:
+    (folder / "data.jsonl").write_text(text)
+    return command(folder / "run", f"data.train_files={folder}/data.jsonl", *settings)
+
+
+@pytest.mark.parametrize("command", [run_of, sft_of])
+async def test_data_of_other_content_is_refused_although_it_has_the_same_length(tmp_path: Path, command: Any) -> None:
+    await save_as(with_data(tmp_path, '{"prompt": "1+1"}\n', command=command))
+    assert await resumed(with_data(tmp_path, '{"prompt": "1+1"}\n', command=command)) == 3
+    with pytest.raises(
+        CheckpointError, match=r"data of other content than data\.train_files has now.*resume_mode=path"
+    ):
+        await resumed(with_data(tmp_path, '{"prompt": "1+2"}\n', command=command))
+    named = ("trainer.resume_mode=path", f"trainer.resume_from_path={tmp_path}/run/global_step_3")
+    assert await resumed(with_data(tmp_path, '{"prompt": "1+2"}\n', *named, command=command)) == 3
+
+
+async def test_moved_data_of_the_same_content_is_resumed(tmp_path: Path) -> None:
+    await save_as(with_data(tmp_path, '{"prompt": "1+1"}\n'))
+    (tmp_path / "data.jsonl").rename(tmp_path / "moved.jsonl")
+    assert await resumed(run_of(tmp_path / "run", f"data.train_files={tmp_path}/moved.jsonl")) == 3
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "reward.custom_reward_function.path={}",
+        "actor_rollout_ref.rollout.multi_turn.function_tool_path={}",
+        "actor_rollout_ref.rollout.multi_turn.environment={}:Game",
+        "actor_rollout_ref.rollout.agent.default_agent_loop={}:agent",
+    ],
+)
+async def test_code_that_has_changed_is_named(tmp_path: Path, setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = tmp_path / "code.py"
+    code.write_text("version = 1\n")
+    turns = ["actor_rollout_ref.rollout.multi_turn.enable=true"] if "rollout" in setting else []
+    config = run_of(tmp_path / "run", setting.format(code), *turns)
+    await save_as(config)
+    assert await resumed(config) == 3
+    assert "has changed" not in capsys.readouterr().out
+    code.write_text("version = 2\n")
+    assert await resumed(config) == 3
+    name = setting.partition("=")[0].removesuffix(".default_agent_loop")
+    assert f"{name}: what it names has changed since global_step_3" in capsys.readouterr().out
+
+
+def test_large_files_are_sampled_over_their_whole_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_sources, "STREAMED_BYTES", 1 << 20)
+    monkeypatch.setattr(run_sources, "_BLOCK", 1 << 10)
+    file = tmp_path / "large"
+    file.write_bytes(bytes(4 << 20))
+    before = run_sources._digest_file(file)
+    with file.open("r+b") as handle:
+        handle.seek(2 << 20)
+        handle.write(b"x")
+    assert run_sources._digest_file(file) != before

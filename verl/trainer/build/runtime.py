@@ -26,6 +26,7 @@ from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sink import RunInfo, Sink
 from verl.tracking.sinks import open_sinks
+from verl.trainer.build.run_sources import DATA, Sources, digest_sources, find_changes
 from verl.trainer.build.worker_settings import timeouts
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 from verl.trainer.profiling import build_profiler, nsys_options
@@ -180,7 +181,8 @@ class RunBuilder(Generic[C]):
 
     async def resume(self, workers: RankGroup, stream: PromptStream, schedule: LoopSchedule) -> int:
         """Load the checkpoint to resume from, if there is one, and open the metric loggers; return its version."""
-        version = await resume(self.config, workers, stream, self.console)
+        self._sources = await asyncio.to_thread(digest_sources, self.config)
+        version = await resume(self.config, workers, stream, self.console, self._sources)
         self.restarts.resumed(version)
         self.tracker = open_tracker(self.config, self.console, schedule, version)
         self._closing.callback(self.tracker.close)
@@ -188,7 +190,9 @@ class RunBuilder(Generic[C]):
         return version
 
     def build_loop(self, task: T, workers: RankGroup, schedule: LoopSchedule, version: int) -> TrainLoop[T]:
-        checkpointer = build_checkpointer(self.config, workers, self.console, self.restarts.run_id)
+        checkpointer = build_checkpointer(
+            self.config, workers, self.console, self.restarts.run_id, sources=self._sources
+        )
         profiler = build_profiler(self.config, workers, self.console)
         ending = self.console.stage("ending the processes", is_logged=False)
         self._closing.callback(self._closing_stage.enter_context, ending)  # closing begins with this
@@ -200,26 +204,26 @@ class RunBuilder(Generic[C]):
 
 
 def build_checkpointer(
-    config: Config | SftConfig, workers: RankGroup, console: Console, run_id: str = ""
+    config: Config | SftConfig, workers: RankGroup, console: Console, run_id: str = "", *, sources: Sources
 ) -> Checkpointer:
     return Checkpointer(
         workers,
         CheckpointDir(config.trainer.checkpoint_dir, run_id),
         console,
-        run=_signature(config),
+        run=_signature(config) | {"sources": dict(sources)},
         keep=config.trainer.max_ckpts_to_keep,
         timeout=timeouts(config).checkpoint,
     )
 
 
-def _signature(config: Config | SftConfig) -> dict[str, str]:
+def _signature(config: Config | SftConfig) -> dict[str, Any]:
     """Return the command and the model, which checkpoints record."""
     if isinstance(config, SftConfig):
         return {"command": "sft", "model": resolve_path(config.model.path)}
     return {"command": "train", "model": resolve_path(config.actor_rollout_ref.model.path)}
 
 
-def _check_signature(config: Config | SftConfig, checkpoint: Path, saved: Mapping[str, str] | None) -> None:
+def _check_signature(config: Config | SftConfig, checkpoint: Path, saved: Mapping[str, Any] | None) -> None:
     """Refuse the checkpoint of another command, or of another model unless the checkpoint was named."""
     if saved is None:  # an old checkpoint
         return
@@ -246,7 +250,22 @@ def _may_be_same(before: str, now: str) -> bool:
     )
 
 
-async def resume(config: Config | SftConfig, policy: RankGroup, stream: PromptStream, console: Console) -> int:
+def _check_sources(config: Config | SftConfig, checkpoint: Path, saved: Sources, current: Sources) -> list[str]:
+    """Return notes about code that has changed since a checkpoint; refuse other data unless it was named."""
+    changes = find_changes(saved, current)
+    if DATA in changes and config.trainer.resume_mode == "auto":
+        raise CheckpointError(
+            f"checkpoint {checkpoint}: was trained on data of other content than {DATA} has now, so its position in "
+            "the data has no meaning; restore the files, or start over with trainer.resume_mode=disable. To continue "
+            "with the new data at the same position, set trainer.resume_mode=path "
+            f"trainer.resume_from_path={checkpoint}"
+        )
+    return [f"{setting}: what it names has changed since {checkpoint.name} was saved" for setting in changes]
+
+
+async def resume(
+    config: Config | SftConfig, policy: RankGroup, stream: PromptStream, console: Console, sources: Sources
+) -> int:
     """Load the checkpoint to resume from, if there is one; return its version, 0 for a fresh start."""
     mode = config.trainer.resume_mode
     if mode == "disable":
@@ -266,8 +285,12 @@ async def resume(config: Config | SftConfig, policy: RankGroup, stream: PromptSt
     if step is None:
         return 0
     saved = source.read_trainer_state(step)
-    _check_signature(config, source.step_dir(step), saved.get("run"))
+    run = saved.get("run") or {}
+    _check_signature(config, source.step_dir(step), run or None)
     stream.load(saved["data"])
+    notes = _check_sources(config, source.step_dir(step), run.get("sources", {}), sources)
     await policy.load(str(source.step_dir(step)))
     console.note(f"resumed from {source.step_dir(step)}: continuing with step {step + 1}")
+    for note in notes:
+        console.advice(note)
     return step

@@ -1,0 +1,89 @@
+"""Digests of what a run is made from besides its model: data, and the code of rewards, tools and agents.
+
+Checkpoints record them, so that a resume can name what has changed since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from verl.config.schema import Config, SftConfig
+from verl.config.schema.conditions import ROLLOUT
+from verl.custom_functions import PICKLE
+from verl.data.files import STREAMED_BYTES, find_files
+from verl.errors import DataError
+
+DATA = "data.train_files"
+_BLOCK = 1 << 20
+_SAMPLED = 256  # blocks that are read of a larger file than STREAMED_BYTES
+
+Sources = Mapping[str, str]
+"""Setting -> digest of what it names."""
+
+
+def digest_sources(config: Config | SftConfig) -> dict[str, str]:
+    """Return digests by setting. What cannot be read here, such as a function of the Python API, has none."""
+    try:
+        files = find_files(config.data.train_files)
+    except DataError:  # reported where the data is read
+        files = []
+    digests = {DATA: _digest_files(files)}
+    if isinstance(config, Config):
+        digests |= {setting: _digest_code(names) for setting, names in _list_code(config).items()}
+    return {setting: digest for setting, digest in digests.items() if digest}
+
+
+def find_changes(saved: Sources, current: Sources) -> list[str]:
+    """Return the settings whose data or code differ; those that only one of two runs recorded are not compared."""
+    return [setting for setting, digest in current.items() if saved.get(setting, digest) != digest]
+
+
+def _list_code(config: Config) -> dict[str, list[str]]:
+    reward, rollout = config.reward, config.actor_rollout_ref.rollout
+    turns = rollout.multi_turn
+    code = {
+        "reward.custom_reward_function.path": [reward.custom_reward_function.path],
+        "reward.functions": [function.get("path") for function in reward.functions],
+        f"{ROLLOUT}.multi_turn.function_tool_path": [turns.function_tool_path],
+        f"{ROLLOUT}.multi_turn.tool_config_path": [turns.tool_config_path],
+        f"{ROLLOUT}.multi_turn.environment": [turns.environment],
+        f"{ROLLOUT}.agent": [rollout.agent.default_agent_loop, *rollout.agent.agents.values()],
+    }
+    return {setting: [name for name in names if name] for setting, names in code.items()}
+
+
+def _digest_code(names: Iterable[str]) -> str:
+    """Return the digest of the files of functions, `file.py:function` or `package.module:function`."""
+    return _digest_files(file for name in names if (file := _find_code(name)) is not None)
+
+
+def _find_code(name: str) -> Path | None:
+    path = name.rpartition(":")[0] or name
+    file = Path(path).expanduser()
+    if file.is_file():
+        return None if file.suffix == PICKLE else file
+    try:
+        spec = importlib.util.find_spec(path)
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None or spec.origin is None or not Path(spec.origin).is_file() else Path(spec.origin)
+
+
+def _digest_files(files: Iterable[Path]) -> str:
+    """Return a digest of the contents of files, in their order; "" without files."""
+    digests = [_digest_file(file) for file in files]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest() if digests else ""
+
+
+def _digest_file(path: Path) -> str:
+    size = path.stat().st_size
+    step = _BLOCK if size <= STREAMED_BYTES else size // _SAMPLED
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for start in range(0, size, step):
+            file.seek(start)
+            digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
