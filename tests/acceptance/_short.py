@@ -28,7 +28,7 @@ ROTATION = (
     ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading"),
     ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge"),
     ("distillation", "reward_overlap", "poison", "reshard", "load", "tools", "sandbox"),
-    ("trust", "stall", "real_model", "tp", "sync", "bandits", "episodes"),
+    ("trust", "stall", "real_model", "tp", "sync", "bandits", "episodes", "hostile_agents"),
     ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel", "game", "scale"),
 )
 LONG = ("learning", "parity", "resume")  # run at every commit, and start first, as do those of the rotation
