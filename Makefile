@@ -14,11 +14,12 @@ help: ## list the targets
 setup: ## create .venv with the pinned dependencies
 	bash .ci/setup $(VENV)
 
-pins: ## write constraints.txt from the current environment, and the requirements files from it
+pins: ## write constraints.txt from the current environment, and the requirements files and hashes from it
 	(head -n 1 constraints.txt; $(PYTHON) -m pip freeze --all --exclude-editable | sed 's/+cpu//' | \
 		grep -viE '^(verl|pip|wheel)\b') > constraints.new
 	mv constraints.new constraints.txt
 	$(PYTHON) tests/acceptance/_run.py install --write
+	PATH="$(dir $(PYTHON)):$$PATH" bash .ci/hash_pins
 
 fmt: ## format, and fix what can be fixed automatically
 	$(PYTHON) -m ruff format .

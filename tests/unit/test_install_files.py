@@ -98,7 +98,19 @@ def test_ci_installs_complete_pins() -> None:
     ]
     names = {re.split(r"[^\w.-]", line)[0] for line in required}
     assert names - pins.keys() == set()
-    assert "install --no-deps -r constraints.txt" in read(".ci/setup")
+    assert "install --no-deps --require-hashes -r constraints-hashed.txt" in read(".ci/setup")
+
+
+@pytest.mark.parametrize("name", ["constraints-hashed.txt", ".github/tools.txt"])
+def test_every_hashed_pin_has_hashes(name: str) -> None:
+    entries = re.findall(r"^([\w.-]+)==\S+((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", read(name), re.MULTILINE)
+    lines = [line for line in read(name).splitlines() if not line.startswith((" ", "#"))]
+    assert len(entries) == len(lines) > 5
+
+
+def test_hashed_pins_are_the_pins() -> None:
+    hashed = dict(re.findall(r"^([\w.-]+)==(\S+)", read("constraints-hashed.txt"), re.MULTILINE))
+    assert hashed == {name.lower(): version for name, version in read_pins("constraints.txt").items()}
 
 
 def test_only_python_versions_that_are_tested_are_declared() -> None:

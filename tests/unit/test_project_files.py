@@ -45,6 +45,30 @@ def test_one_action_has_one_commit() -> None:
     assert len({action for action, _ in pins}) == len(pins)
 
 
+def test_a_release_is_built_signed_and_published_by_jobs_with_least_rights() -> None:
+    jobs = load(".github/workflows/release.yml")["jobs"]
+    rights = {
+        name: {key for key, value in job.get("permissions", {}).items() if value == "write"}
+        for name, job in jobs.items()
+    }
+    assert rights == {"build": set(), "attest": {"id-token", "attestations"}, "publish": {"contents"}}
+    for name in ("attest", "publish"):
+        steps = jobs[name]["steps"]
+        assert not any("checkout" in step.get("uses", "") or "pip" in step.get("run", "") for step in steps), name
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_install_only_packages_with_hashes(workflow: Path) -> None:
+    installs = re.findall(r"pip install (.*)", workflow.read_text(encoding="utf-8"))
+    assert all("--require-hashes" in line or "constraints-hashed.txt" in line for line in installs)
+
+
+def test_vulnerabilities_are_looked_for_every_week() -> None:
+    tree = load(".github/workflows/weekly.yml")
+    assert "schedule" in tree[True], "YAML reads the key `on` as true"
+    assert "pip-audit" in read(".github/workflows/weekly.yml")
+
+
 def test_versions_and_addresses_agree() -> None:
     project, citation = read("pyproject.toml"), load("CITATION.cff")
     assert f'\nversion = "{verl.__version__}"\n' in project

@@ -44,7 +44,7 @@ def find_changes(saved: Sources, current: Sources) -> list[str]:
 def _list_code(config: Config) -> dict[str, list[str]]:
     reward, rollout = config.reward, config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
-    code = {
+    code: dict[str, list[str | None]] = {
         "reward.custom_reward_function.path": [reward.custom_reward_function.path],
         "reward.functions": [function.get("path") for function in reward.functions],
         f"{ROLLOUT}.multi_turn.function_tool_path": [turns.function_tool_path],
