@@ -25,6 +25,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from verl.agents.errors import LoopBlockedError, ToolFailureError
+from verl.redaction import redact
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -233,7 +234,7 @@ async def close_quietly(
     try:
         await run_with_timeout(code.run(method, *args, **kwargs), timeout_s, name)
     except Exception as error:  # noqa: BLE001 - the user's code
-        _log.warning("%s failed: %s: %s", name, type(error).__name__, error)
+        _log.warning("%s failed: %s: %s", name, type(error).__name__, redact(str(error)))
 
 
 async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
