@@ -585,7 +585,7 @@ async def test_an_agent_that_does_not_end_is_abandoned(is_sync: bool) -> None:
 
     model = ScriptedModel(count_turns)
     episode = AgentEpisode(
-        agent_config(agent="test", deadline_s=2.0), model.tokenizer, agent=linger if is_sync else linger_in_loop
+        agent_config(agent="test", deadline_s=4.0), model.tokenizer, agent=linger if is_sync else linger_in_loop
     )
     transcript = await episode(Prompt(row=0, token_ids=[1], raw=[QUESTION]), model.generate, SAMPLING)
     assert transcript.is_truncated
@@ -626,7 +626,7 @@ async def test_a_reward_that_was_sent_is_kept_when_a_limit_or_the_timeout_ends_t
         await ask_once(task, base_url, api_key)
         await asyncio.sleep(60)
 
-    for settings in ({"max_turns": 1}, {"deadline_s": 2.0}):
+    for settings in ({"max_turns": 1}, {"deadline_s": 4.0}):
         transcript = await play(agent, ScriptedModel(count_turns), **settings)
         assert transcript.is_truncated
         assert transcript.score == 0.5
