@@ -128,7 +128,7 @@ class UserLoop:
             describe_stack(self._thread),
         )
         for call in calls:
-            if call not in culprits and call.waiter is not None:
+            if call not in culprits and call.waiter is not None and not call.waiter.done():
                 call.is_held_up = True
                 call.waiter.get_loop().call_soon_threadsafe(call.waiter.cancel)
         self.retire()

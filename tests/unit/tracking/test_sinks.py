@@ -60,7 +60,7 @@ def test_the_console_sink_writes_a_line_for_the_step_and_one_for_its_validation(
     sink = ConsoleSink(Console(10, rich.console.Console(file=out)))
     sink.log({"reward/mean": 0.5, "val/addition/mean@1": 0.7}, 1)
     sink.log({"val/addition/mean@1": 0.8, "timing_s/validation": 1.0}, 2)
-    assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step", "valid", "valid"]
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step", "validation", "validation"]
 
 
 def test_wandb_gets_the_run_and_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

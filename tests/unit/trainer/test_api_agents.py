@@ -37,7 +37,7 @@ class Game:
 
 def settings(folder: Path, **objects: Any) -> dict[str, Any]:
     trainer = GRPOTrainer("model", prompts=["Hello"], folder=folder, **objects)
-    return {key: value for key, value in trainer._settings(["Hello"]).items() if key.startswith(ROLLOUT)}
+    return {key: value for key, value in trainer._settings(["Hello"], folder).items() if key.startswith(ROLLOUT)}
 
 
 def test_functions_are_tools_with_and_without_the_decorator(tmp_path: Path) -> None:

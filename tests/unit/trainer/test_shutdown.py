@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -118,6 +119,9 @@ class Recorder:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def stage(self, name: str, *progress: Any, **options: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         pass

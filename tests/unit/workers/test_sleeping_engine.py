@@ -11,7 +11,7 @@ from verl.rollout.engine import load_weights
 from verl.rollout.settings import RolloutEngineSettings
 from verl.rollout.vllm.engine import VllmEngine
 from verl.rollout.vllm.settings import AdapterSettings, VllmSettings
-from verl.types import SamplingParams
+from verl.types import SamplingParams, hash_seed
 from verl.workers import rollout
 from verl.workers.rollout import RolloutActor
 
@@ -50,6 +50,7 @@ async def test_memory_of_weights_is_allocated_before_a_sync_and_of_the_cache_aft
         "start_weight_update",
         "finish_weight_update 1",
         "wake_up ['kv_cache']",
+        f"collective_rpc seed_sampling ({hash_seed(0, 1)},)",
         "resume_generation",
         "pause_generation keep True",  # awake
         "start_weight_update",
