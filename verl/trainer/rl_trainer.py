@@ -11,9 +11,9 @@ from verl.data.plan import Planner
 from verl.tracking.console import Console
 from verl.tracking.diagnosis import Diagnosis, is_uniform
 from verl.tracking.metrics import Metrics, resident_gib, timer
+from verl.tracking.throughput import Throughput
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.evaluator import Evaluator
-from verl.trainer.throughput import Throughput
 from verl.trainer.train_loop import Validation
 from verl.weights.sync import WeightSync
 from verl.workers.episode_pool import EpisodeClient

@@ -35,6 +35,7 @@ from verl.data.samplers import PromptStream, SequentialSampler
 from verl.rewards.result import FailureTracker
 from verl.rollout.engine import EngineView
 from verl.rollout.replica_pool import EnginePool
+from verl.tracking.throughput import Throughput
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.build.placement import place_engines
 from verl.trainer.build.rl_builder import RANKS_PER_EPISODE_WORKER, build_supervisor
@@ -42,7 +43,6 @@ from verl.trainer.build.worker_settings import build_planner, episode_settings, 
 from verl.trainer.launcher import rare_garbage_collection
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
-from verl.trainer.throughput import Throughput
 from verl.types import Completion, SamplingParams
 from verl.weights.sync import HostTransport, Probe, WeightSync
 from verl.workers.episode_pool import EpisodeClient, EpisodePool

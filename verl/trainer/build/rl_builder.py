@@ -30,6 +30,7 @@ from verl.rewards.result import FailureTracker
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
+from verl.tracking.throughput import Throughput
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.build.algorithm_settings import algorithm_settings
 from verl.trainer.build.data import RunData, read_data
@@ -46,7 +47,6 @@ from verl.trainer.build.worker_settings import (
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
-from verl.trainer.throughput import Throughput
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.weights.sync import TOLERANCES, DeviceTransport, HostTransport, Probe, WeightSync
 from verl.workers.episode_pool import EpisodeClient, EpisodePool

@@ -6,7 +6,7 @@ import pytest
 
 from verl.memory_plan.accelerators import find_device
 from verl.models.model_shape import ModelShape
-from verl.trainer.throughput import Throughput
+from verl.tracking.throughput import Throughput
 
 pytestmark = pytest.mark.unit
 
