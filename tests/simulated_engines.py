@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from verl.errors import EngineError, ProcessLostError
 from verl.rollout.replica_pool import Request
 from verl.types import Completion, SamplingParams
@@ -20,7 +22,7 @@ T = TypeVar("T")
 
 LONGEST_S = 40_000.0  # of a run; those that end take a few hundred to a few thousand
 SYNC_S = 300.0
-GARBAGE = -1e6  # the weights of a new process
+GARBAGE = 1e6  # the weights of a new process
 DEVICE, WEIGHTS, CACHE = 10, 3, 4  # memory, in parts: of a device, of the weights and the cache of an engine
 BUCKETS = 3  # of the weights
 TRAINING, SENDING = 8, 2  # of the trainer, while it trains, and while it packs or probes weights
@@ -134,13 +136,13 @@ class SimulatedEngine:
             _demand(process.is_enabled, "disabled")
             self._fate.check(process.memory == WEIGHTS + CACHE, "a request was sent to an engine that sleeps")
             tokens = answer_to(token_ids, sampling)
-            logprobs, versions = [], []
+            weights, versions = [], []
             for _ in tokens:
                 await process.work(self._fate.draw.expovariate(1 / self._fate.token_s))
                 await self._until_it_does_not_hang(process)
-                logprobs.append(process.weights + process.error)
+                weights.append(process.weights + process.error)
                 versions.append(process.version)
-            return Completion(tokens, logprobs, versions, "length")
+            return _completion(tokens, weights, versions)
 
         return await self._call(answer, None)
 
@@ -153,9 +155,7 @@ class SimulatedEngine:
             text = [(list(token_ids), sampling.seed) for token_ids, sampling in requests]
             draw = random.Random(f"{text} {process.weights}")  # all of a batch goes into every answer
             return [
-                Completion(
-                    [draw.randrange(100)] * n, [process.weights + process.error] * n, [process.version] * n, "length"
-                )
+                _completion([draw.randrange(100)] * n, [process.weights + process.error] * n, [process.version] * n)
                 for n in (sampling.max_tokens for _, sampling in requests)
             ]
 
@@ -408,6 +408,11 @@ def answer_to(token_ids: Sequence[int], sampling: SamplingParams) -> list[int]:
     """Return the response to a request; it depends on the request alone."""
     draw = random.Random(f"{list(token_ids)} {sampling.seed}")
     return [draw.randrange(100) for _ in range(sampling.max_tokens)]
+
+
+def _completion(tokens: list[int], weights: list[float], versions: list[int]) -> Completion:
+    """Return a response whose log-probs are the negative weights that sampled the tokens, to be recognized by them."""
+    return Completion(tokens, -np.array(weights), np.array(versions), "length")
 
 
 def _demand(holds: bool, otherwise: str) -> None:

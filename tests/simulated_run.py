@@ -248,12 +248,12 @@ class _World:
         for sample in samples:
             completion: Completion = sample.ref
             if self.scenario.together:
-                result = (completion.token_ids, completion.logprobs, completion.versions)
+                result = (completion.token_ids, completion.logprobs.tolist(), completion.versions.tolist())
                 self.outcome.results[sample.group * 10 + sample.index] = result
             else:
                 asked = answer_to(*_request(sample.group, sample.index))
                 self.check(completion.token_ids == asked, f"position {sample.group} has got the answer to another one")
-            for weights, label in zip(completion.logprobs, completion.versions, strict=True):
+            for weights, label in zip((-completion.logprobs).tolist(), completion.versions.tolist(), strict=True):
                 if process := self._wrong.get(round(weights % 1, 6)):
                     self.check(not process.was_probed_wrong, f"step {version} trains a sample of an engine known wrong")
                     weights -= process.error
