@@ -346,6 +346,19 @@ def test_weights_move_toward_those_of_another_engine(make):
     assert all(torch.equal(weight, target[name]) for name, weight in one.weights())
 
 
+def test_a_float32_average_moves_toward_bfloat16_weights(tmp_path, group):
+    options = {"schedule": Schedule(1e-2), "grad_clip": None}
+    actor = fsdp(param_dtype="bfloat16", compute_dtype="bfloat16")(tmp_path)
+    average = build_engine(FsdpSettings(str(tmp_path), **options).freeze(param_offload=False))
+    start = {name: weight.clone() for name, weight in average.weights()}
+    actor.update([mini_batch()], objective(actor))
+    average.copy_weights_from(actor, ratio=0.01)
+    target = dict(actor.weights())
+    for name, weight in average.weights():
+        torch.testing.assert_close(weight, torch.lerp(start[name], target[name].float(), 0.01))
+    assert any(not torch.equal(weight, start[name]) for name, weight in average.weights())
+
+
 def test_an_engine_has_the_attributes_that_callers_use(engine):
     assert isinstance(engine, TrainEngine)
     assert (engine.rank, engine.data_rank, engine.layout) == (0, 0, RankLayout((0,)))

@@ -64,7 +64,8 @@ def importance_weights(x: AdvantageInputs, old: Tensor, rollout: Tensor, c: Corr
     if c.threshold_lower is None:
         weights = weights.clamp(max=c.threshold)
     else:
-        weights = weights * ((weights >= c.threshold_lower) & (weights <= c.threshold))
+        # Not a product: the ratio of a long sequence may be infinite.
+        weights = torch.where((weights >= c.threshold_lower) & (weights <= c.threshold), weights, 0.0)
     weights = weights * x.mask
     if c.normalize:
         shares = x.token_weights

@@ -175,10 +175,12 @@ def make_loss_inputs(logprobs: Tensor, batch: Batch) -> LossInputs:
 def average_weights(weights: Tensor, loss_mode: str, mean: Callable[[Tensor], Tensor]) -> Tensor:
     """Return importance weights [T] as a loss uses them; `mean` averages over sequences: [T] -> [T].
 
-    A loss with one ratio per sequence takes their geometric mean, one with an error per sequence their mean.
+    A loss with one ratio per sequence takes their geometric mean, which is 0 if a weight is 0; one with an error per
+    sequence takes their mean.
     """
     if loss_mode == "geo_mean":
-        return mean(weights.log()).exp()
+        has_zero = mean((weights == 0).to(weights.dtype)) > 0
+        return mean(weights.clamp(min=1e-30).log()).exp().masked_fill(has_zero, 0.0)
     return mean(weights) if loss_mode in ("dpo", "sppo") else weights
 
 

@@ -24,6 +24,8 @@ _CONFIG_NAME = ("--config-name", "-cn")
 _PLAIN = re.compile(r"[\w.+~/@]+=[^\s'\",\[\]{}()$\\]+")
 """An override with a plain value: text, where Hydra's grammar rejects a character (~/models, a?b)."""
 
+_RANGE = re.compile(r"([\w.+]*_threshold)=([\d.]+_[\d._,]+)")
+"""A setting that takes ranges: 0.5_5 is text, which Hydra's grammar would read as the number 0.55."""
 
 _CHECK = (
     "every run checks its settings and files before it starts; `verl config` with the same settings prints them all, "
@@ -134,7 +136,7 @@ def parse_overrides(texts: Sequence[str], problems: list[str]) -> list[Override]
     for text in texts:
         try:
             try:
-                parsed.append(parser.parse_override(text))
+                parsed.append(parser.parse_override(_RANGE.sub(r"\1='\2'", text)))
             except HydraException:
                 if not _PLAIN.fullmatch(text):
                     raise

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from verl.algorithms.advantages import AdvantageInputs
 from verl.algorithms.correction import importance_weights, mismatch_metrics, mismatch_moments, rejection_mask
+from verl.algorithms.objective import average_weights
 from verl.algorithms.settings import Correction, Rejection
 
 pytestmark = pytest.mark.unit
@@ -35,6 +36,20 @@ def test_weights_of_sequences_multiply_those_of_their_tokens():
     first, second = math.exp(0.5), math.exp(-0.1)
     assert weights(Correction(weigh="sequence")) == pytest.approx([first, first, 0.0, second, second])
     assert weights(Correction(weigh="sequence", threshold=1.5)) == pytest.approx([1.5, 1.5, 0.0, second, second])
+
+
+def test_a_sequence_whose_ratio_overflows_is_outside_every_range():
+    correction = Correction(weigh="sequence", threshold=2.0, threshold_lower=0.5)
+    inputs = AdvantageInputs(
+        torch.zeros(1), torch.zeros(1), torch.ones(8).bool(), torch.tensor([0, 8]), torch.zeros(8).double()
+    )
+    assert importance_weights(inputs, torch.full((8,), 15.0), torch.zeros(8), correction).tolist() == [0.0] * 8
+
+
+def test_the_geometric_mean_of_weights_is_zero_if_a_generated_token_has_none():
+    inputs, per_token = make_inputs(), torch.tensor([4.0, 1.0, 0.0, 0.0, 2.0])
+    expected = [2.0, 2.0, 2.0, 0.0, 0.0]  # the third token was not generated
+    assert average_weights(per_token, "geo_mean", inputs.average_episodes).tolist() == pytest.approx(expected)
 
 
 def test_one_token_counts_for_no_more_than_twenty():

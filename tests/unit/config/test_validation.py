@@ -405,6 +405,13 @@ def test_algorithms_that_fit_together_load_without_hints(overrides: list[str]) -
     assert hints(*overrides) == []
 
 
+@pytest.mark.parametrize("given", ["0.5_5", "1_5", "0.5_2.0", "0.001_5"])
+def test_the_numbers_of_a_range_are_not_joined(given: str) -> None:
+    key = "algorithm.rollout_correction.rollout_is_threshold"
+    [loaded] = load(["algorithm.rollout_correction.rollout_is=token", f"{key}={given}"], complete=False)
+    assert loaded.config.algorithm.rollout_correction.rollout_is_threshold == given
+
+
 @pytest.mark.parametrize(
     "override",
     [

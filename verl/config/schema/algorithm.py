@@ -128,7 +128,7 @@ class RolloutCorrectionConfig(Section):
     rollout_is: Literal["token", "sequence", "icepop"] | None = setting(None)
     """Importance weights per token or per sequence; icepop: per token, 0 outside the bounds; null: none."""
     rollout_is_threshold: Positive | Ranges = setting(2.0, only_if=needs_given(".rollout_is"))
-    """Upper bound of the weights; as a range such as 0.5_4.0: weights outside are 0."""
+    """Upper bound of the weights; as a range such as 0.5_4.0, in quotes in YAML: weights outside are 0."""
     rollout_is_threshold_lower: Fraction = setting(0.5, only_if=needs(".rollout_is", "icepop"))
     """Lower bound of the weights (icepop)."""
     rollout_is_batch_normalize: bool = setting(False, only_if=needs_given(".rollout_is"))

@@ -89,7 +89,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
             router_replay=actor.router_replay.mode != "disabled",
             router_aux_loss_coef=actor.router_aux_loss_coef,
         ),
-        reference=replace(frozen, lora=trained.lora) if has_reference else None,
+        reference=_reference_settings(config, trained, frozen) if has_reference else None,
         reference_is_actor=uses_policy_as_reference(config),
         critic=_critic_settings(config, total_steps, device) if uses_critic(config) else None,
         prime=prime_model if prime.enable else None,
@@ -130,10 +130,13 @@ def _policy_settings(config: Config, device: str) -> tuple[EngineSettings, Engin
         gradient_checkpointing=model.enable_gradient_checkpointing,
     )
     offloads = device != "cpu" and config.actor_rollout_ref.ref.fsdp_config.param_offload
-    reference = base.freeze(param_offload=offloads)
-    if config.trainer.ref_update_freq > 0 and config.trainer.ref_update_ratio < 1:
-        reference = replace(reference, param_dtype="float32")  # bfloat16 would round the small changes of an EMA away
-    return trained, reference
+    return trained, base.freeze(param_offload=offloads)
+
+
+def _reference_settings(config: Config, trained: EngineSettings, frozen: EngineSettings) -> EngineSettings:
+    """Return the settings of the reference. An average is float32: bfloat16 would round its small changes away."""
+    is_average = config.trainer.ref_update_freq > 0 and config.trainer.ref_update_ratio < 1
+    return replace(frozen, lora=trained.lora, param_dtype="float32" if is_average else frozen.param_dtype)
 
 
 def _teacher_settings(config: Config, frozen: EngineSettings) -> EngineSettings:

@@ -212,7 +212,8 @@ class FsdpEngine(TrainEngine[Any]):
         source = dict(other.model.named_parameters())
         with torch.no_grad(), self._weights.on_device(), other._weights.on_device():
             for name, parameter in self.model.named_parameters():
-                parameter.copy_(source[name] if ratio == 1 else torch.lerp(parameter, source[name], ratio))
+                new = source[name].to(parameter.dtype)
+                parameter.copy_(new if ratio == 1 else torch.lerp(parameter, new, ratio))
 
     def state(self) -> dict[str, Any]:
         """Return sharded model and optimizer, the schedule's step, and the random states under the key of this rank.
