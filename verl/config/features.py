@@ -40,11 +40,15 @@ def may_score_code(config: Config) -> bool:
 
 
 def saves_hf(config: Config | SftConfig) -> bool | None:
-    """Whether checkpoints also hold the model for `from_pretrained`, requested by either setting; None: the last."""
+    """Whether checkpoints also hold the model for `from_pretrained`, requested by either setting; None: the last.
+
+    Not by default with an adapter, whose base model may be far larger than what is trained.
+    """
     _, checkpoint = get_checkpoint_settings(config)
     if "hf_model" in checkpoint.save_contents:
         return True
-    has_weights = "model" in checkpoint.save_contents
+    is_adapter = list_trained_models(config)[0].settings.peft.lora_rank > 0
+    has_weights = "model" in checkpoint.save_contents and not is_adapter
     return config.trainer.save_hf if has_weights or config.trainer.save_hf else False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from verl.cluster.actors import ActorGroup, get_node_address
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, MARGIN_S, Timeouts
 from verl.custom_functions import import_external
-from verl.errors import CheckpointError, DivergenceError, EngineError
+from verl.errors import CheckpointError, DivergenceError, EngineError, VerlError
 from verl.training.layout import RankLayout
 from verl.training.settings import EngineSettings, ProfileSettings
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # torch is imported where it is used: see BaseTrainWorker
     from verl.checkpoint.files import FileChecksum
     from verl.training.engine import TrainEngine
     from verl.training.profiler import StepProfiler
+
+_log = logging.getLogger(__name__)
 
 G = TypeVar("G", bound="RankGroup")
 P = ParamSpec("P")
@@ -133,8 +136,11 @@ class BaseTrainWorker:
                     "earlier checkpoints are intact. Rerun with a lower learning rate (optim.lr) to resume from the "
                     "last one."
                 )
-        exports = is_last if self._settings.save_hf is None else self._settings.save_hf
-        finishing = [self._write_model_files, *[self._write_merged] * exports]
+        finishing = [self._write_model_files]
+        if self._settings.save_hf:
+            finishing.append(self._write_merged)
+        elif self._settings.save_hf is None and is_last:
+            finishing.append(self._try_to_write_merged)
         self._writer.start(states, Path(directory), trainer, finishing)
 
     def poll_save(self, wait: bool) -> float | None:
@@ -178,6 +184,16 @@ class BaseTrainWorker:
             problems = "; ".join(gaps[:3])
             raise CheckpointError(f"{directory / folder}: the merged weights differ from the shards: {problems}")
         return {str(folder / name): each for name, each in written.items()}
+
+    def _try_to_write_merged(self, directory: Path) -> dict[str, FileChecksum]:
+        """Write merged weights that nobody asked for: the checkpoint is complete without them, if they fail."""
+        try:
+            return self._write_merged(directory)
+        except (OSError, ValueError, RuntimeError, VerlError) as error:
+            _log.warning("%s has no model for from_pretrained (run verl merge): %s", directory, error)
+            for file in (directory / "actor" / "huggingface").glob("*.safetensors*"):
+                file.unlink()
+            return {}
 
     def verify(self, directory: str) -> list[str]:
         """Return what is wrong with this rank's part of a checkpoint's files."""

@@ -106,6 +106,8 @@ def test_a_folder_without_room_for_a_checkpoint_is_refused(tmp_path: Path, monke
     config = config_of(*settings)
     parameters = ModelShape.from_config(require_config(str(tmp_path / "model"))).parameters
     assert estimate_checkpoint_bytes(config) == 12 * parameters  # weights and two moments in float32
+    exporting = config_of(*settings, "trainer.save_hf=true")
+    assert estimate_checkpoint_bytes(exporting) == 14 * parameters  # and a model in bfloat16
     assert list(find_folder_problems(config)) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=12 * parameters - 1))
     [problem] = find_folder_problems(config)

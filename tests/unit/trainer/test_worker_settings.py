@@ -443,8 +443,10 @@ def test_the_example_of_ppo_reads_as_it_is_written() -> None:
 
 def test_save_hf_can_be_set_in_either_spelling() -> None:
     contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"
-    asked = [train_settings(config_of(*each), 1, "cpu").save_hf for each in ([], ["trainer.save_hf=true"], [contents])]
-    assert asked == [None, True, True]
+    adapter = "actor_rollout_ref.actor.peft.lora_rank=8"
+    given = ([], ["trainer.save_hf=true"], [contents], [adapter], [adapter, "trainer.save_hf=true"])
+    asked = [train_settings(config_of(*each), 1, "cpu").save_hf for each in given]
+    assert asked == [None, True, True, False, True]
 
 
 OFFLOAD = (

@@ -91,7 +91,7 @@ class RunConfig(Section):
     val_before_train: bool = setting(True, only_if=needs_given("data.val_files"))
     """Validate before the first step, if val_files is given."""
     save_hf: bool | None = setting(None, only_if=_SAVES)
-    """Also save the model for from_pretrained (actor/huggingface) in every checkpoint; null: in the last."""
+    """Also save the model for from_pretrained (actor/huggingface) in every checkpoint; null: in the last (not LoRA)."""
     max_ckpts_to_keep: Count | None = setting(None, unit="checkpoints", only_if=_SAVES)
     """Number of newest checkpoints to keep; null: all."""
     max_hours: Positive | None = setting(None, unit="hours")

@@ -16,6 +16,7 @@ from verl.config.features import (
     get_checkpoint_settings,
     get_model_settings,
     list_trained_models,
+    saves_hf,
     scores_responses,
     uses_critic,
     uses_reward_function,
@@ -96,7 +97,7 @@ def find_folder_problems(config: Config | SftConfig) -> Iterator[str]:
 
 
 def estimate_checkpoint_bytes(config: Config | SftConfig) -> int:
-    """Return the bytes of the policy's weights and moments in a checkpoint; 0 for an adapter, or an unknown model."""
+    """Return the bytes that a checkpoint of the policy needs; 0 for an adapter, or an unknown model."""
     (_, base), (_, checkpoint) = get_model_settings(config), get_checkpoint_settings(config)
     _, model, _, optim = list_trained_models(config)[0]
     content = read_config(base.path)
@@ -106,7 +107,8 @@ def estimate_checkpoint_bytes(config: Config | SftConfig) -> int:
     moments = {"adamw": 2 * size, "adamw_8bit": 2, "muon": size}[optim.name]
     saved = {"model": size, "optimizer": moments}
     parameters = ModelShape.from_config(content, base.path).parameters
-    return parameters * sum(saved.get(part, 0) for part in checkpoint.save_contents)
+    exported = 2 if saves_hf(config) else 0  # an export that nobody asked for may fail
+    return parameters * (exported + sum(saved.get(part, 0) for part in checkpoint.save_contents))
 
 
 async def check_reward(config: Config, reward: Callable[..., Any] | None = None) -> None:
