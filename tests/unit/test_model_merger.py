@@ -168,6 +168,12 @@ def test_generation_takes_the_model_of_a_checkpoint_or_says_how_to_make_it(tmp_p
     assert find_saved_model("org/name", "model") == "org/name"
 
 
+def test_a_model_with_a_metadata_json_is_not_a_checkpoint(tmp_path: Path) -> None:
+    for name in ("config.json", "metadata.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    assert find_saved_model(str(tmp_path), "model") == str(tmp_path)
+
+
 def test_checkpoints_are_not_scored_or_trained_but_the_message_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,13 +13,18 @@ def find_shards(path: Path, model: str = "actor") -> Path | None:
 
     None if the path is none of these; `CheckpointError` if a run has no complete checkpoint.
     """
-    if (path / METADATA).is_file():
+    if _has_shards(path):
         return path
     if any(path.glob(f"{PREFIX}*")):
         if (step := CheckpointDir(path).latest()) is None:
             raise CheckpointError(f"{path}: the run has no complete checkpoint")
         path = path / f"{PREFIX}{step}"
-    return path / model if (path / model / METADATA).is_file() else None
+    return path / model if _has_shards(path / model) else None
+
+
+def _has_shards(path: Path) -> bool:
+    """Return whether a folder has shards; a Hugging Face model may have a metadata.json, too."""
+    return (path / METADATA).is_file() and any(path.glob("shard-*.safetensors"))
 
 
 def find_saved_model(path: str, key: str) -> str:

@@ -50,6 +50,7 @@ example:
 """
 
 
+_SCORES = ".scores.jsonl"
 _LISTED_FAILURES = 5
 
 
@@ -112,9 +113,12 @@ def main(argv: Sequence[str]) -> int:
     with console.stage("scoring", is_logged=False):
         results = asyncio.run(_score_all(config, rows))
     by_source, failures = _group_by_source(rows, results)
-    scores = Path(options.scores or find_files(files)[0].with_suffix(".scores.jsonl"))
-    _write_scores(scores, rows, results)
-    console.note(f"wrote {scores}: the score and metrics of each response")
+    scores = Path(options.scores or _find_responses(files)[0].with_suffix(_SCORES))
+    try:
+        _write_scores(scores, rows, results)
+        console.note(f"wrote {scores}: the score and metrics of each response")
+    except OSError as error:
+        console.advice(f"{scores}: cannot be written ({error.strerror}); name another file: --scores FILE")
     _check_failures(config, failures, sum(len(row.responses) for row in rows), console)
     estimates = {
         source: summarize(prompts, threshold=options.threshold, ks=options.k, draws=options.draws)
@@ -134,8 +138,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _find_responses(files: Sequence[str]) -> list[Path]:
+    """Return the files of responses; not the scores of an earlier evaluation, which a pattern may match, too."""
+    found = find_files(files)
+    return [file for file in found if not file.name.endswith(_SCORES)] or found
+
+
 def _read_rows(files: Sequence[str], column: str, prompt_key: str) -> Iterator[_Row]:
-    for path in find_files(files):
+    for path in _find_responses(files):
         file = open_rows(path)
         for index in range(len(file)):
             fields = file.row(index)

@@ -25,7 +25,7 @@ from verl.data.prompts import Prompts, write_rows
 from verl.errors import CheckpointError, ConfigError, DataError, EngineError, RewardError
 from verl.private_files import create_private_file, make_folder
 from verl.tracking.console import Console
-from verl.trainer.launcher import train
+from verl.trainer.launcher import continues_in, train
 from verl.trainer.next_steps import describe_end, describe_stop
 from verl.workers.model_objects import check_model_object, find_tokenizer
 
@@ -187,8 +187,9 @@ class _Trainer:
 
     def _choose_folder(self, console: Console) -> Path:
         """Return the run's folder, which is made: that of another run only if the settings say to resume."""
-        resumes = self.config.settings.get("trainer.resume_mode", "disable") != "disable"
-        folder = self.folder if resumes else find_free_folder(self.folder)
+        settings = self.config.settings
+        mode, path = settings.get("trainer.resume_mode", "disable"), settings.get("trainer.resume_from_path")
+        folder = self.folder if continues_in(self.folder, mode, path) else find_free_folder(self.folder)
         if folder != self.folder:
             console.note(f"{self.folder} holds the checkpoints of another run, which are kept: this run uses {folder}")
         try:

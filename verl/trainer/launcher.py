@@ -135,13 +135,18 @@ def run_all(points: Sequence[LoadedConfig[C]], train: Callable[[C, Console], Cor
 def with_free_folder(config: C, say: Callable[[str], None]) -> C:
     """Return the settings with a folder of its own for a run that starts over where another one has saved."""
     trainer, folder = config.trainer, config.trainer.checkpoint_dir
-    resumed_from = Path(trainer.resume_from_path or "").expanduser().absolute().parent
-    if trainer.resume_mode == "auto" or (trainer.resume_mode == "path" and resumed_from == folder.absolute()):
+    if continues_in(folder, trainer.resume_mode, trainer.resume_from_path):
         return config
     if (free := find_free_folder(folder)) == folder:
         return config
     say(f"{folder} holds the checkpoints of another run, which are kept: this run writes to {free}")
     return change_settings(config, {"trainer.default_local_dir": str(free)})
+
+
+def continues_in(folder: Path, resume_mode: str, resume_from_path: str | None) -> bool:
+    """Return whether a run continues the run of its own folder, and not one of another folder or none."""
+    resumed_from = Path(resume_from_path or "").expanduser().absolute().parent
+    return resume_mode == "auto" or (resume_mode == "path" and resumed_from == folder.absolute())
 
 
 def with_sweep_folder(loaded: LoadedConfig[C]) -> C:

@@ -49,6 +49,8 @@ def resume_command(config: Config | SftConfig) -> str:
     """Return the command line of this process, with the settings by which it resumes the run."""
     trainer = config.trainer
     added = ["trainer.resume_mode=auto", f"trainer.default_local_dir={trainer.checkpoint_dir}"]
+    if {"-m", "--multirun"} & {*sys.argv}:  # the folder of each run follows from the sweep
+        added = added[:1]
     return shlex.join(["verl", *sys.argv[1:], *([] if trainer.resume_mode == "auto" else added)])
 
 

@@ -405,6 +405,12 @@ def test_algorithms_that_fit_together_load_without_hints(overrides: list[str]) -
     assert hints(*overrides) == []
 
 
+def test_reinforce_in_bypass_mode_does_not_replace_a_chosen_loss() -> None:
+    bypass = ["algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.loss_type=reinforce"]
+    assert "reinforce replaces the policy loss" in problem(*bypass, f"{LOSS}=gspo")
+    assert hints(*bypass, f"{LOSS}=gpg") == []
+
+
 @pytest.mark.parametrize("given", ["0.5_5", "1_5", "0.5_2.0", "0.001_5"])
 def test_the_numbers_of_a_range_are_not_joined(given: str) -> None:
     key = "algorithm.rollout_correction.rollout_is_threshold"

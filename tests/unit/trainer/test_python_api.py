@@ -295,7 +295,13 @@ def test_a_second_run_gets_a_folder_of_its_own_unless_it_resumes(
         GRPOTrainer("some/model", prompts=prompts).train()
     resumed = TrainingConfig(settings={"trainer.resume_mode": "auto"})
     GRPOTrainer("some/model", prompts=["a"], folder="verl-run", config=resumed).train()
-    assert used == [Path("verl-run"), Path("verl-run-2"), Path("verl-run-3"), Path("verl-run")]
+    other = TrainingConfig(
+        settings={"trainer.resume_mode": "path", "trainer.resume_from_path": "verl-run-2/global_step_1"}
+    )
+    GRPOTrainer("some/model", prompts=["a"], folder="verl-run", config=other).train()
+    GRPOTrainer("some/model", prompts=["b"], folder="verl-run-2", config=other).train()
+    names = ["verl-run", "verl-run-2", "verl-run-3", "verl-run", "verl-run-4", "verl-run-2"]
+    assert used == [Path(name) for name in names]
     assert Path("verl-run-2", "prompts.jsonl").read_text() == '{"prompt": "b"}\n'
 
 

@@ -181,8 +181,31 @@ def test_large_files_are_sampled_over_their_whole_length(tmp_path: Path, monkeyp
     monkeypatch.setattr(run_sources, "_BLOCK", 1 << 10)
     file = tmp_path / "large"
     file.write_bytes(bytes(4 << 20))
-    before = run_sources._digest_file(file)
+    before = run_sources._digest_files([file])
     with file.open("r+b") as handle:
         handle.seek(2 << 20)
         handle.write(b"x")
-    assert run_sources._digest_file(file) != before
+    assert run_sources._digest_files([file]) != before
+
+
+def test_many_files_are_sampled_as_one_large_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_sources, "STREAMED_BYTES", 1 << 20)
+    monkeypatch.setattr(run_sources, "_BLOCK", 1 << 10)
+    files = [tmp_path / f"part-{number}" for number in range(4)]
+    for file in files:
+        file.write_bytes(bytes(1 << 20))
+    steps = []
+    monkeypatch.setattr(run_sources, "_digest_file", lambda path, step: steps.append(step) or "digest")
+    run_sources._digest_files(files)
+    assert steps == [(4 << 20) // 256] * 4
+
+
+def test_a_digest_imports_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package_that_fails"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError")
+    (package / "rewards.py").write_text("def score(): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run_sources._find_code("package_that_fails.rewards:score") == package / "rewards.py"
+    assert run_sources._find_code("package_that_fails:score") == package / "__init__.py"
+    assert run_sources._find_code("package_that_fails.missing:score") is None

@@ -113,6 +113,10 @@ def _check_correction(config: Config) -> Iterator[Conflict]:
     yield from _check_rejection(correction)
     if not correction.bypass_mode:
         return
+    mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if correction.loss_type == "reinforce" and mode not in ("vanilla", "gpg"):
+        reason = f"reinforce replaces the policy loss, but {LOSS}={mode} was chosen"
+        yield Conflict(f"{_CORRECTION}.loss_type", reason, f"=ppo_clip, or remove {LOSS}")
     saves = "true saves the forward pass that"
     if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
         reason = f"{saves} the exact KL (algorithm.kl_penalty=full) requires"

@@ -18,7 +18,7 @@ from verl.errors import DataError
 
 DATA = "data.train_files"
 _BLOCK = 1 << 20
-_SAMPLED = 256  # blocks that are read of a larger file than STREAMED_BYTES
+_SAMPLED = 256  # blocks that are read of larger files than STREAMED_BYTES, and the first of each file
 
 Sources = Mapping[str, str]
 """Setting -> digest of what it names."""
@@ -65,22 +65,29 @@ def _find_code(name: str) -> Path | None:
     file = Path(path).expanduser()
     if file.is_file():
         return None if file.suffix == PICKLE else file
+    package, *rest = path.split(".")
     try:
-        spec = importlib.util.find_spec(path)
+        spec = importlib.util.find_spec(package)  # imports nothing, as that of a submodule would
     except (ImportError, ValueError):
         return None
-    return None if spec is None or spec.origin is None or not Path(spec.origin).is_file() else Path(spec.origin)
+    if spec is None or spec.origin is None:
+        return None
+    module = Path(spec.origin).parent.joinpath(*rest) if rest else Path(spec.origin)
+    return next((each for each in (module, module.with_suffix(".py"), module / "__init__.py") if each.is_file()), None)
 
 
 def _digest_files(files: Iterable[Path]) -> str:
     """Return a digest of the contents of files, in their order; "" without files."""
-    digests = [_digest_file(file) for file in files]
+    files = list(files)
+    total = sum(file.stat().st_size for file in files)
+    step = _BLOCK if total <= STREAMED_BYTES else total // _SAMPLED
+    digests = [_digest_file(file, step) for file in files]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest() if digests else ""
 
 
-def _digest_file(path: Path) -> str:
+def _digest_file(path: Path, step: int) -> str:
+    """Return the digest of the blocks that begin at multiples of `step`, and of the size."""
     size = path.stat().st_size
-    step = _BLOCK if size <= STREAMED_BYTES else size // _SAMPLED
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
         for start in range(0, size, step):
