@@ -430,6 +430,16 @@ def token_losses(batch: Batch, name: str, n: Numbers) -> tuple[Rows, Rows]:
     )
 
 
+def off_policy(batch: Batch, threshold: float) -> list[list[bool]]:
+    """Return the tokens with A < 0 of responses whose mean of (roll - lp) is above the threshold."""
+    rows = []
+    for x in batch:
+        lags = [x.roll[t] - x.lp[t] for t in x.generated()]
+        late = bool(lags) and mean(lags) > threshold
+        rows.append([late and bool(m) and a < 0 for m, a in zip(x.mask, x.advantages, strict=True)])
+    return rows
+
+
 def gspo(batch: Batch, n: Numbers) -> tuple[Rows, Rows]:
     """The sequence's ratio at each token, with the derivative by that token's lp only."""
     rows = []

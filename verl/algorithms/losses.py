@@ -34,11 +34,20 @@ class LossInputs:
     selected: Tensor | None = None  # bool: tokens that the prepass over the mini-batch has selected
     branches: BranchWeights | None = None  # None: every sequence is an episode
     episode_log_ratio: Tensor | None = None  # the result of `mean_log_ratio`, if episodes have several branches
+    rollout_logprobs: Tensor | None = None  # of the engine that sampled the tokens
+    episode_lag: Tensor | None = None  # the mean of `lag` over the episode, if episodes have several branches
 
     @property
     def ratio(self) -> Tensor:
         """r = exp(d), d clamped to +-20."""
         return (self.logprobs - self.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    @property
+    def lag(self) -> Tensor:
+        """lp_roll - lp: how much less likely the policy is to sample a token than the engine was, detached."""
+        if self.rollout_logprobs is None:
+            raise ValueError("off_policy_mask_threshold: the batch has no rollout_logprobs")
+        return (self.rollout_logprobs - self.logprobs).detach()
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Return the mean over the generated tokens of each token's sequence: [T] -> [T]."""
@@ -195,6 +204,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     plain = (values - returns).square()
     clipped = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
     return 0.5 * torch.maximum(plain, clipped), clipped > plain
+
+
+def find_off_policy(x: LossInputs, threshold: float) -> Tensor:
+    """Return the tokens with A < 0 of responses whose mean lp_roll - lp is above the threshold: [T] bool."""
+    lag = x.sequence_mean(x.lag) if x.episode_lag is None else x.episode_lag
+    return (x.advantages < 0) & (lag > threshold)
 
 
 UNBIASED_KL = "unbiased"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -23,6 +24,7 @@ from verl.algorithms.losses import (
     LossInputs,
     PolicyLoss,
     clamp_teacher_kl,
+    find_off_policy,
     kl_penalty,
     value_loss,
 )
@@ -73,6 +75,8 @@ class Batch(Protocol):
     shares: Tensor | None
     episode_tokens: Tensor | None
     episode_log_ratio: Tensor | None
+    rollout_logprobs: Tensor | None
+    episode_lag: Tensor | None
 
 
 def weigh_branches(batch: Batch) -> BranchWeights | None:
@@ -108,9 +112,11 @@ class PolicyObjective:
         inputs = make_loss_inputs(output.logprobs, batch)
         policy = self._policy_loss(inputs)
         weights = self._weights(inputs, batch.weights)
-        loss = share(
-            policy.loss * weights, "seq-mean-token-mean" if algorithm.loss_mode in PER_SEQUENCE else algorithm.agg_mode
-        )
+        losses, threshold = policy.loss * weights, algorithm.loss_options.off_policy_mask_threshold
+        dropped = None if threshold is None else find_off_policy(inputs, threshold)
+        if dropped is not None:  # they stay in the totals, which are known before the current log-probs
+            losses = torch.where(dropped, 0.0, losses)
+        loss = share(losses, "seq-mean-token-mean" if algorithm.loss_mode in PER_SEQUENCE else algorithm.agg_mode)
         upper, lower = token_mean(policy.clipped_high), token_mean(policy.clipped_low)
         metrics = {
             "actor/pg_loss": loss.detach(),
@@ -120,6 +126,8 @@ class PolicyObjective:
             "actor/ppo_kl": token_mean(inputs.old_logprobs - inputs.logprobs),
             "actor/entropy": token_mean(output.entropy),
         }
+        if dropped is not None:
+            metrics["actor/off_policy_dropped"] = token_mean(dropped)
         if algorithm.correction.bypass:  # the old log-probs are those of the engine
             metrics[PROBS_DIFF] = token_mean((inputs.logprobs.exp() - inputs.old_logprobs.exp()).abs())
         if algorithm.entropy_coeff:
@@ -169,6 +177,8 @@ def make_loss_inputs(logprobs: Tensor, batch: Batch) -> LossInputs:
         batch.selected,
         weigh_branches(batch),
         batch.episode_log_ratio,
+        batch.rollout_logprobs,
+        batch.episode_lag,
     )
 
 

@@ -153,6 +153,11 @@ def prepass_clipped_log_ratio(x: LossInputs, samples: AdvantageInputs, noise: Te
     return PrepassResult({"episode_log_ratio": samples.average_episodes(clip_log_ratio(x, o))}, {})
 
 
+def prepass_lag(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: LossOptions) -> PrepassResult:
+    """Average over whole episodes how much less likely the policy is to sample them than the engine was."""
+    return PrepassResult({"episode_lag": samples.average_episodes(x.lag)}, {})
+
+
 def prepass_correction(
     x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: LossOptions, *, correction: Correction
 ) -> PrepassResult:

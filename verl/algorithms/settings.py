@@ -34,6 +34,7 @@ class LossOptions:
     ppo_kl_coef: float = 0.1
     dpo_beta: float = 0.1
     sppo_eta: float = 1.0
+    off_policy_mask_threshold: float | None = None  # None: no sequence is dropped for being off-policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class FlatBatch:
     shares: Tensor | None = None  # [T] float32: 1 / branches of the episode that contain the token; None: one each
     episode_tokens: Tensor | None = None  # [T] float32: generated tokens of the whole episode, with `shares`
     episode_log_ratio: Tensor | None = None  # [T] float32: mean log-ratio of the episode, which a prepass has set
+    episode_lag: Tensor | None = None  # [T] float32: mean lp_roll - lp of the episode, which a prepass has set
     for_teacher: FlatBatch | None = None  # the same B responses after the teacher's own prompts
 
     def __len__(self) -> int:

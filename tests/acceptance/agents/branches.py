@@ -156,6 +156,7 @@ class Case:
     reward_kl: bool
     loss_kl: bool
     mask_truncated: bool
+    off_policy_mask: bool
 
     @property
     def reasons(self) -> list[str]:
@@ -173,7 +174,13 @@ class Case:
             estimator=self.estimator,
             estimator_options=EstimatorOptions(lam=0.9, component_weights={"score": 1.0, "format": 0.5}),
             loss_mode=self.loss,
-            loss_options=LossOptions(clip_cov_lb=-1.0, clip_cov_ratio=0.2, kl_cov_ratio=0.2, dpo_beta=0.3),
+            loss_options=LossOptions(
+                clip_cov_lb=-1.0,
+                clip_cov_ratio=0.2,
+                kl_cov_ratio=0.2,
+                dpo_beta=0.3,
+                off_policy_mask_threshold=0.1 if self.off_policy_mask else None,
+            ),
             agg_mode=self.mode,
             scale=50.0,
             entropy_coeff=0.01,
@@ -201,7 +208,16 @@ def list_cases(draw: random.Random, *, short: bool) -> list[Case]:
         Correction(reject=(Rejection("sequence", 0.4, 2.5), Rejection("seq_mean_k3", 0.0, 0.05))),
     ]
     return [
-        Case(estimator, loss, mode, corrections[index % 6], draw.random() < 0.3, draw.random() < 0.3, index % 3 == 0)
+        Case(
+            estimator,
+            loss,
+            mode,
+            corrections[index % 6],
+            draw.random() < 0.3,
+            draw.random() < 0.3,
+            index % 3 == 0,
+            draw.random() < 0.5 and loss not in ("dpo", "sppo"),
+        )
         for index, (estimator, (loss, mode)) in enumerate(pairs)
     ]
 

@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import repeat
 from types import SimpleNamespace
 from typing import get_args
@@ -50,7 +51,13 @@ from verl.config.schema.algorithm import RejectionKind
 from verl.rewards.settings import OverlongPenalty
 from verl.training.kernels.logprobs import LastLayer, vocabulary_kl
 
-UNBRANCHED = {"shares": None, "episode_tokens": None, "episode_log_ratio": None}  # every episode is one sequence
+UNBRANCHED = {  # every episode is one sequence
+    "shares": None,
+    "episode_tokens": None,
+    "episode_log_ratio": None,
+    "episode_lag": None,
+    "rollout_logprobs": None,
+}
 LIMIT = 1e-6
 CASES = 1000
 
@@ -308,6 +315,23 @@ def token_loss(name, reference):
     return case
 
 
+def off_policy_mask(draw: random.Random) -> float:
+    """A loss without the responses that are too unlikely now, which still count in its divisor."""
+    name, batch, n = (
+        draw.choice(["vanilla", "gspo", "gpg"]),
+        with_policies(draw, random_batch(draw)),
+        random_numbers(draw),
+    )
+    mode = "seq-mean-token-mean" if name in PER_SEQUENCE else draw.choice(MODES)
+    scale, weights, threshold = draw.uniform(1, 50), random_weights(draw, batch), draw.uniform(0.001, 0.5)
+    kept = [[1.0 - dropped for dropped in row] for row in ref.off_policy(batch, threshold)]
+    losses, slopes = (times(times(rows, weights), kept) for rows in TOKEN_LOSSES[name](batch, n))
+    options = replace(options_of(n), off_policy_mask_threshold=threshold)
+    objective = PolicyObjective(AlgorithmSettings(loss_mode=name, loss_options=options, agg_mode=mode, scale=scale))
+    gradient = times(slopes, ref.token_shares(batch, mode, scale))
+    return policy(draw, batch, objective, weights, ref.aggregated(batch, losses, mode, scale), gradient)
+
+
 def sequence_loss(name, reference):
     """`reference(batch, numbers)` -> loss of every sequence, and its derivative by every token's lp."""
 
@@ -379,6 +403,7 @@ def policy(draw, batch, objective, weights, value, gradient) -> float:
                 "weights": torch.tensor([w for x in part for w in weight_of[id(x)]], dtype=torch.float64),
                 "selected": None,
                 **UNBRANCHED,
+                "rollout_logprobs": flat(part, "roll"),
             }
             micro_batches.append(SimpleNamespace(**(fields | seen.fields)))
         totals = [count_totals(micro.mask, micro.offsets) for micro in micro_batches]
@@ -718,6 +743,7 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
     "no_rewards": estimator(advantages.no_rewards, lambda batch, o: [[0.0] * len(x.mask) for x in batch]),
     "win_rate": estimator(advantages.win_rate, lambda batch, o: ref.win_rate(batch)),
     **{f"loss {name}": token_loss(name, reference) for name, reference in TOKEN_LOSSES.items()},
+    "loss without off-policy sequences": off_policy_mask,
     "loss geo_mean": sequence_loss("geo_mean", ref.geo_mean),
     "loss sppo": sequence_loss("sppo", ref.sppo),
     "loss dpo": dpo,

@@ -56,6 +56,9 @@ SEQUENCES = 24
 OPTIONS = LossOptions(clip_cov_ratio=0.3, clip_cov_lb=-5.0, clip_cov_ub=5.0, kl_cov_ratio=0.1, ppo_kl_coef=1.0)
 TERMS = {
     **{name: PolicyObjective(AlgorithmSettings(loss_mode=name, loss_options=OPTIONS)) for name in LOSSES},
+    "off-policy mask": PolicyObjective(
+        AlgorithmSettings(loss_options=replace(OPTIONS, off_policy_mask_threshold=1e-4))
+    ),
     "entropy": PolicyObjective(AlgorithmSettings(entropy_coeff=1.0)),
     **{
         f"kl {form}": PolicyObjective(AlgorithmSettings(loss_kl_coef=1.0, loss_kl_type=form))
@@ -183,11 +186,12 @@ def random_mini_batch(engines, make_sequences=random_sequences):
     (output,), (worth,) = engines.actor.forward([batch]), engines.critic.forward([batch])
     own, replayed = random_experts(engines, batch, generator)
     mixture = engines.mixture["router replay"].forward([batch.with_(routed_experts=replayed)])[0]
-    noise = [torch.randn(total, generator=generator) for _ in range(4)]
+    noise = [torch.randn(total, generator=generator) for _ in range(5)]
     per_sequence = torch.randn(SEQUENCES, generator=generator)
     batch = batch.with_(
         old_logprobs=output.logprobs + 0.2 * noise[0],
         ref_logprobs=output.logprobs + 0.2 * noise[1],
+        rollout_logprobs=output.logprobs + 0.2 * noise[4],
         values=worth.values + 0.2 * noise[2],
         returns=worth.values + noise[3],
         advantages=per_sequence[batch.segment_ids],

@@ -52,6 +52,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "sppo": ONE_UPDATE,
     "prime": FOUR_TOKENS,
     "dppo": (),
+    "off_policy_mask": (),
     "sapo": (),
     "gmpo": (),
     "clip_cov": (),

@@ -41,7 +41,8 @@ PREFERENCE = ("sppo", "dpo")
 OTHERS = ("win_rate", "no_rewards")  # for preference losses alone; for a teacher without rewards
 PER_TOKEN = ("gae", "reinforce_plus_plus", "prime", "optimal_token_baseline")  # advantages differ within a response
 ONE_RATIO = ("gspo", "geo_mean")  # one ratio per response: for advantages that do not differ within it
-ANCHORED = ("vanilla", "gspo", "geo_mean", "clip_cov", "sppo")  # the ratio to the old policy limits an update
+MASKED = "vanilla, masked"  # without responses that the first update of a step has made unlikely
+ANCHORED = ("vanilla", MASKED, "gspo", "geo_mean", "clip_cov", "sppo")  # the ratio to the old policy limits an update
 MISTAKES = ("sign", "anchor", "mask")
 
 
@@ -90,7 +91,8 @@ class Run:
         self.samples = 2 if estimator == "grpo_passk" else 4  # with more, a group with two best ones has no signal
         options = EstimatorOptions(by_std=estimator not in ("dr_grpo", "grpo_passk"))
         self.options = options
-        self.objective = PolicyObjective(AlgorithmSettings(loss_mode=loss, loss_options=OPTIONS))
+        loss_options = replace(OPTIONS, off_policy_mask_threshold=0.05) if loss == MASKED else OPTIONS
+        self.objective = PolicyObjective(AlgorithmSettings(loss_mode=loss.split(",")[0], loss_options=loss_options))
 
     def learn(self) -> float:
         """Return the probability of the best path after training."""
@@ -107,6 +109,7 @@ class Run:
         scores = self.score(paths) + NOISE * torch.randn(len(paths), generator=self.generator, dtype=torch.float64)
         batch, states, arms = self.layout(paths)
         old = self.logprobs(self.logits, states, arms)
+        batch = batch.with_(rollout_logprobs=old.detach())
         if self.mistake == "anchor":
             old = self.logprobs(torch.zeros_like(self.logits), states, arms)
         batch = batch.with_(old_logprobs=old.detach(), ref_logprobs=torch.log(torch.ones_like(old) / self.bandit.arms))
@@ -218,7 +221,7 @@ def pairs() -> list[tuple[str, str]]:
     """Return every estimator with the losses that it is meant for."""
     distinct = {function: name for name, function in reversed(ESTIMATORS.items())}.values()
     estimators = ["dr_grpo", *(name for name in reversed(distinct) if name not in OTHERS)]
-    losses = [name for name in LOSSES if name not in PREFERENCE]
+    losses = [*(name for name in LOSSES if name not in PREFERENCE), MASKED]
     fitting = (
         (estimator, loss)
         for estimator, loss in itertools.product(estimators, losses)

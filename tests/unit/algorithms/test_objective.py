@@ -30,6 +30,8 @@ def example():
         shares=None,
         episode_tokens=None,
         episode_log_ratio=None,
+        episode_lag=None,
+        rollout_logprobs=None,
     )
     return output, batch, count_totals(mask, offsets)
 
@@ -207,6 +209,8 @@ def test_the_gradient_of_the_unbiased_kl_is_that_of_the_exact_kl_also_off_policy
         shares=None,
         episode_tokens=None,
         episode_log_ratio=None,
+        episode_lag=None,
+        rollout_logprobs=None,
     )
     algorithm = AlgorithmSettings(loss_kl_coef=1.0, loss_kl_type="unbiased")
     objective = PolicyObjective(algorithm)

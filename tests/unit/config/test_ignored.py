@@ -103,6 +103,7 @@ EFFECTS: dict[str, Effect] = {
     f"{LOSS}.ppo_kl_coef": only("kl_cov"),
     f"{LOSS}.dpo_beta": only("dpo"),
     f"{LOSS}.sppo_eta": only("sppo"),
+    f"{LOSS}.off_policy_mask_threshold": Effect(losses=ADVANTAGES),
     "critic.enable": Effect(losses=ADVANTAGES),
     "critic.strategy": CRITIC,
     "critic.model.path": CRITIC,

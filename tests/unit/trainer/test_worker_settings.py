@@ -68,6 +68,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "gspo": {"loss_mode": "gspo"},
     "cispo": {"loss_mode": "cispo"},
     "dppo": {"loss_mode": "dppo_tv", "loss_options.clip_c": 20.0},
+    "off_policy_mask": {"loss_options.off_policy_mask_threshold": 0.1},
     "sapo": {"loss_mode": "sapo"},
     "gmpo": {"loss_mode": "geo_mean"},
     "clip_cov": {"loss_mode": "clip_cov"},

@@ -152,6 +152,10 @@ class PolicyLossConfig(Section):
     """Strength of the pull toward the reference (dpo)."""
     sppo_eta: Positive = setting(1.0, only_if=needs(".loss_mode", "sppo"))
     """Target of a response's log-ratio, per win rate above 1/2 (sppo)."""
+    off_policy_mask_threshold: Positive | None = setting(
+        None, unit="nats", only_if=unless(".loss_mode", "dpo", "sppo", reason="dpo and sppo have no advantages")
+    )
+    """Drop responses with negative advantage whose mean log(p_engine / p) is above it; null: keep all."""
 
 
 class FsdpConfig(Section):

@@ -32,7 +32,7 @@ from verl.algorithms.objective import (
     ValueOutput,
     average_weights,
 )
-from verl.algorithms.prepass import BRANCH_PREPASSES, PREPASSES, Prepass, prepass_correction
+from verl.algorithms.prepass import BRANCH_PREPASSES, PREPASSES, Prepass, prepass_correction, prepass_lag
 from verl.algorithms.settings import AlgorithmSettings
 from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
@@ -306,6 +306,8 @@ class PolicyTrainer:
         prepasses: list[Prepass] = []
         if correction.bypass and (correction.weigh is not None or correction.reject):
             prepasses.append(partial(prepass_correction, correction=correction))
+        if self.algorithm.loss_options.off_policy_mask_threshold is not None and self._batch.shares is not None:
+            prepasses.append(prepass_lag)
         known = PREPASSES if self._batch.shares is None else PREPASSES | BRANCH_PREPASSES
         return [*prepasses, known[mode]] if mode in known else prepasses
 
