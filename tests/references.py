@@ -27,6 +27,7 @@ class Response:
     values: list[float] = field(default_factory=list)
     process: list[float] = field(default_factory=list)  # token rewards of a process reward model
     components: dict[str, float] = field(default_factory=dict)  # the parts of its reward
+    turns: list[tuple[int, float, int]] = field(default_factory=list)  # last token, reward, state
     greedy: float = 0.0  # the score of the greedy response to the same prompt
     lp: list[float] = field(default_factory=list)
     old: list[float] = field(default_factory=list)
@@ -184,6 +185,29 @@ def grpo_passk(batch: Batch, *, by_std: bool) -> Rows:
         return advantages
 
     return of_groups(batch, formula)
+
+
+def gigpo(batch: Batch, *, gamma: float, weight: float, by_std: bool) -> Rows:
+    """GRPO + weight * the same formula on the returns of all turns of the group in one state; 0 for one alone."""
+    rows = grpo(batch, by_std=by_std)
+    position = {id(x): index for index, x in enumerate(batch)}
+    for group in by_group(batch):
+        alike = defaultdict(list)
+        for x in group:
+            rewards = [reward for _, reward, _ in x.turns]
+            rewards[-1] += x.score - math.fsum(rewards)
+            for k, (end, _, state) in enumerate(x.turns):
+                gain = math.fsum(gamma ** (j - k) * rewards[j] for j in range(k, len(rewards)))
+                alike[state].append((x, 0 if k == 0 else x.turns[k - 1][0] + 1, end, gain))
+        for turns in alike.values():
+            gains = [gain for *_, gain in turns]
+            if len(gains) == 1:
+                continue
+            scale = math.sqrt(unbiased_variance(gains)) + 1e-6 if by_std else 1.0
+            for x, start, end, gain in turns:
+                for t in range(start, end + 1):
+                    rows[position[id(x)]][t] += x.mask[t] * weight * (gain - mean(gains)) / scale
+    return rows
 
 
 def win_rate(batch: Batch) -> Rows:

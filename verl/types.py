@@ -135,6 +135,8 @@ class Sample:
     that describes the episode: score, metrics, failure, finish_reason, engines. `shares` are then 1 / the number of
     branches that contain a token, and `turn_rewards` has at position 0 what was earned before the branch began.
     `episode_tokens` are the generated tokens of the whole episode, each counted once; 0: those of the sample.
+    `turns` are, for each turn of the branch, the position of its last token, its index in the episode, its own reward,
+    and the state that it began in; empty: one turn.
 
     >>> sample = Sample(
     ...     group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool), score=1.0,
@@ -155,6 +157,7 @@ class Sample:
     teacher_prompt: npt.NDArray[np.int32] | None = None
     engines: frozenset[int] = frozenset()  # the rollout engines that generated it
     turn_rewards: tuple[tuple[int, float], ...] = ()
+    turns: tuple[tuple[int, int, float, int], ...] = ()
     branches: int = 1
     shares: npt.NDArray[np.float32] | None = None
     episode_tokens: int = 0

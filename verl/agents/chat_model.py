@@ -137,6 +137,7 @@ class ChatModel:
         """Make a draft the next turn of the transcript."""
         self._require_open()
         turn = self.transcript.add(draft.context, draft.completion, draft.parent, prompt_tokens=draft.prompt_tokens)
+        turn.state = hash_observation(draft.messages)
         text = self._renderer.decode(turn.completion.token_ids, turn.completion.finish_reason)
         parsed = ParsedReply(text, ()) if self._parse is None else self._parse(text, draft.schemas)
         if parsed.calls and not (draft.schemas and draft.parses_calls):
@@ -236,6 +237,13 @@ def list_keys(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[st
         key = hashlib.sha256(f"{key}\n{_write_key(message)}".encode()).hexdigest()
         keys.append(key)
     return keys
+
+
+def hash_observation(messages: Sequence[Message]) -> int:
+    """Return a number for what the model has been told since its last reply; at first, for the prompt."""
+    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    news = messages[replies[-1] + 1 if replies else 0 :]
+    return int(hashlib.sha256("\n".join(map(_write_key, news)).encode()).hexdigest()[:13], 16)
 
 
 def _write_key(message: Message) -> str:

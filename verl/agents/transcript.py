@@ -22,7 +22,8 @@ class Turn:
     """One generated reply after `context`, the tokens since `parent` that were not generated.
 
     The context of a turn without a parent begins with the prompt of the episode, `prompt_tokens` long; what follows the
-    prompt counts as response. `reward` is the reward of this turn alone.
+    prompt counts as response. `reward` is the reward of this turn alone. Turns of a group that begin in the same
+    `state`, a number below 2**53, may be compared with each other.
     """
 
     context: list[int]
@@ -30,6 +31,7 @@ class Turn:
     prompt_tokens: int
     parent: Turn | None = None
     reward: float = 0.0
+    state: int = 0
 
     def path(self) -> list[Turn]:
         turns: list[Turn] = [self]
@@ -124,7 +126,9 @@ class Transcript:
         uses = Counter(id(turn) for leaf in leaves for turn in leaf.path())
         shares = [_share_turns(leaf, uses) if len(leaves) > 1 else None for leaf in leaves]
         return [
-            episode(**_lay_turns(leaf), turn_rewards=self._place_rewards(leaf), shares=share)
+            episode(
+                **_lay_turns(leaf), turn_rewards=self._place_rewards(leaf), turns=self._list_turns(leaf), shares=share
+            )
             for leaf, share in zip(leaves, shares, strict=True)
         ]
 
@@ -143,6 +147,14 @@ class Transcript:
                 position = end - 1
             rewards[position] += turn.reward
         return tuple((position, reward) for position, reward in rewards.items() if reward)
+
+    def _list_turns(self, leaf: Turn) -> tuple[tuple[int, int, float, int], ...]:
+        """Return (position of the last token, index in the episode, reward, state) of the turns up to `leaf`."""
+        indices, path = {id(turn): index for index, turn in enumerate(self.turns)}, leaf.path()
+        ends = np.cumsum([len(turn.context) + len(turn.completion.token_ids) for turn in path]).tolist()
+        return tuple(
+            (end - 1, indices[id(turn)], turn.reward, turn.state) for end, turn in zip(ends, path, strict=True)
+        )
 
 
 def _lay_turns(leaf: Turn) -> dict[str, Any]:

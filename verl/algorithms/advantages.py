@@ -7,10 +7,10 @@ your own, set `algorithm.adv_estimator=package.module:function`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.algorithms.aggregate import segment_ids, segment_sum
 from verl.algorithms.settings import EstimatorOptions
@@ -42,6 +42,7 @@ class AdvantageInputs:
     episodes: Tensor | None = None  # [B] int64: the episode in its group that a sequence is a branch of; None: its own
     branches: Tensor | None = None  # [B] float64: number of branches of its episode; None: one each
     token_shares: Tensor | None = None  # [T] float64: 1 / branches that contain the token; None: one each
+    turns: Tensor | None = None  # [n, 4] float64: position of the last token, index in the episode, reward, state
     options: EstimatorOptions = field(default_factory=EstimatorOptions)
     rank: int = 0
     gather: Callable[[Tensor], Tensor] = lambda rows: rows  # rows [n, k] of this rank -> rows [N, k] of all ranks
@@ -55,6 +56,11 @@ class AdvantageInputs:
     def episode_shares(self) -> Tensor:
         """[B]: what each sequence adds to a count of episodes."""
         return torch.ones_like(self.scores) if self.branches is None else 1.0 / self.branches
+
+    @property
+    def episode_names(self) -> Tensor:
+        """[B] int64: the episode of each sequence, a number within its group."""
+        return torch.arange(len(self.groups)) + (self.rank << 32) if self.episodes is None else self.episodes
 
     @property
     def token_weights(self) -> Tensor:
@@ -227,6 +233,37 @@ def grpo_passk(x: AdvantageInputs) -> Tensor:
     return x.per_token(x.per_group(formula, x.scores))
 
 
+def gigpo(x: AdvantageInputs) -> Tensor:
+    """GRPO's advantage of the episode + w * that of the turn: its return among all turns of the group in its state.
+
+    The return of a turn is the discounted sum of the rewards from it on, in the order of the episode; what the score
+    has beyond the rewards of turns belongs to the last one. A state that only one turn of the group is in adds 0.
+    """
+    normalize = _normalize if x.options.by_std else _center
+    turns = x.turns
+    if turns is None:  # each response is one turn
+        turns = nn.functional.pad(x.offsets[1:, None].double() - 1, (0, 3))
+    at, sequences = turns[:, 0].long(), segment_ids(x.offsets)[turns[:, 0].long()]
+    columns = [x.groups, x.episode_names, x.scores]
+    own = torch.stack([torch.full_like(turns[:, 0], x.rank), *(each[sequences].double() for each in columns)], 1)
+    rows = x.gather(torch.cat([own[:, :3], turns[:, 1:], own[:, 3:]], 1))
+    keys, turn = torch.unique(rows[:, 1:4], dim=0, return_inverse=True)  # a turn may be in several branches
+    table = rows.new_zeros(len(keys), 3).index_copy(0, turn, rows[:, 4:])
+    rewards, states, scores = table.unbind(1)
+    _, counts = torch.unique_consecutive(keys[:, :2], dim=0, return_counts=True)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    last = offsets[1:] - 1
+    rewards[last] += scores[last] - segment_sum(rewards, offsets)
+    returns = return_to_go(rewards, torch.ones_like(rewards).bool(), offsets, x.options.gamma)
+    _, state = torch.unique(torch.stack([keys[:, 0], states], 1), dim=0, return_inverse=True)
+    alike = replace(x, groups=state, episodes=None, gather=lambda rows: rows)
+    steps = alike.per_group(lambda r: normalize(r) if len(r) > 1 else torch.zeros_like(r), returns)
+    index = torch.searchsorted(at, torch.arange(len(x.mask))).clamp(max=max(len(at) - 1, 0))
+    gains = steps[turn[rows[:, 0] == x.rank]]
+    credit = gains[index] * x.mask if len(at) else torch.zeros_like(x.rewards)
+    return x.per_token(x.per_group(normalize, x.scores)) + x.options.step_weight * credit
+
+
 def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
     """Discounted return to go, whitened over the batch."""
     return whiten(return_to_go(x.rewards, x.mask, x.offsets, x.options.gamma), x)
@@ -310,6 +347,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "gpg": gpg,
     "gdpo": gdpo,
     "grpo_passk": grpo_passk,
+    "gigpo": gigpo,
     "prime": prime,
     "win_rate": win_rate,
     "no_rewards": no_rewards,
@@ -367,9 +405,10 @@ def _mean_by_index(x: AdvantageInputs, values: Tensor, weights: Tensor) -> Tenso
     tokens = x.mask.nonzero().squeeze(-1)
     sequences = segment_ids(x.offsets)[tokens]
     groups, index = x.groups[sequences].double(), _sum_so_far(x.mask.double(), x.offsets)[tokens] - 1
-    episodes = torch.arange(len(x.groups)) + (x.rank << 32) if x.episodes is None else x.episodes
     weights = weights[tokens] * x.episode_shares[sequences]
-    rows = x.gather(torch.stack([groups, index, weights * values[tokens], weights, episodes[sequences].double()], 1))
+    rows = x.gather(
+        torch.stack([groups, index, weights * values[tokens], weights, x.episode_names[sequences].double()], 1)
+    )
     names, group = torch.unique(rows[:, 0], return_inverse=True)
     width = int(rows[:, 1].max()) + 1 if len(rows) else 1
     slot = group * width + rows[:, 1].long()

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True)
 class EstimatorOptions:
-    """`algorithm.gamma`, `lam`, `norm_adv_by_std_in_grpo` and `component_weights`; coefficients of `reward.prime`."""
+    """`algorithm.gamma`, `lam`, `norm_adv_by_std_in_grpo`, `component_weights`, `gigpo`; numbers of `reward.prime`."""
 
     gamma: float = 1.0
     lam: float = 1.0
     by_std: bool = True
     outcome_coef: float = 5.0
     process_coef: float = 5.0
+    step_weight: float = 1.0  # of gigpo
     component_weights: Mapping[str, float] = field(default_factory=dict)  # by name of the reward component
 
 

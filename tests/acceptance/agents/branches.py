@@ -172,7 +172,11 @@ class Case:
     def algorithm(self) -> AlgorithmSettings:
         return AlgorithmSettings(
             estimator=self.estimator,
-            estimator_options=EstimatorOptions(lam=0.9, component_weights={"score": 1.0, "format": 0.5}),
+            estimator_options=EstimatorOptions(
+                gamma=0.9 if self.estimator == "gigpo" else 1.0,  # others discount from token to token
+                lam=0.9,
+                component_weights={"score": 1.0, "format": 0.5},
+            ),
             loss_mode=self.loss,
             loss_options=LossOptions(
                 clip_cov_lb=-1.0,
@@ -230,6 +234,7 @@ class Turns:
     index: int
     lengths: list[int]
     rewards: list[float]
+    states: list[int]
     score: float
     finish_reason: str
     format: float
@@ -242,7 +247,8 @@ def draw_episodes(draw: random.Random) -> list[Turns]:
         lengths = [draw.randint(1, 5) for _ in range(count)]
         rewards = [draw.choice([0.0, 0.3, -0.2]) for _ in range(count)]
         score, reason = draw.choice([0.0, 1.0]), draw.choice(["stop", "stop", "length"])
-        episodes.append(Turns(group, index, lengths, rewards, score, reason, draw.random()))
+        states = [0, *draw.choices([0, 1, 2, 2**52], k=count - 1)]
+        episodes.append(Turns(group, index, lengths, rewards, states, score, reason, draw.random()))
     return episodes
 
 
@@ -252,7 +258,8 @@ def lay_out(episodes: Sequence[Turns], layout: str, draw: random.Random) -> tupl
     noise = np.random.default_rng(0)
     for episode in episodes:
         transcript, turns = Transcript(), []
-        for turn, (length, reward) in enumerate(zip(episode.lengths, episode.rewards, strict=True)):
+        columns = zip(episode.lengths, episode.rewards, episode.states, strict=True)
+        for turn, (length, reward, state) in enumerate(columns):
             ids, token = list(range(token, token + length)), token + length
             logprobs = -noise.random(length).astype(np.float32)
             completion = Completion(ids, logprobs, np.zeros(length, np.int32), "stop", engine=turn)
@@ -261,7 +268,7 @@ def lay_out(episodes: Sequence[Turns], layout: str, draw: random.Random) -> tupl
             parents = {"appended": turns[-1:], "tree": [None, *turns]}.get(layout) or [None]
             parent = draw.choice(parents)
             turns.append(transcript.add([0] * draw.randint(1, 3), completion, parent))
-            turns[-1].reward = reward
+            turns[-1].reward, turns[-1].state = reward, state
         score, metrics = episode.score + sum(episode.rewards), {"format": episode.format}
         own = transcript.to_samples(episode.group, episode.index, score, metrics)
         own = [replace(sample, baseline=0.4) for sample in own]

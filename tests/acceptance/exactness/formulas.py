@@ -100,6 +100,13 @@ def random_response(draw: random.Random, group: int, score: float, greedy: float
     )
 
 
+def random_turns(draw: random.Random, mask: list[int]) -> list[tuple[int, float, int]]:
+    """Cut a response anywhere, into turns in few states."""
+    last = len(mask) - 1
+    ends = [*(t for t in range(last) if draw.random() < 0.3), last]
+    return [(t, draw.randint(-4, 4) / 8, draw.choice([0, 1, 2**52])) for t in ends]
+
+
 def random_component(draw: random.Random, name: str) -> float:
     """Return a value of one of three very different scales; the third is equal in many groups."""
     return {"a": draw.gauss(0, 1), "b": 100 * draw.gauss(5, 1), "c": float(draw.random() < 0.1)}[name]
@@ -199,6 +206,7 @@ def episodes_of(
         logprobs=flat(batch, "old"),
         sum_pi_squared=flat(batch, "squares"),
         importance=flat(batch, "importance"),
+        turns=lay_turns(batch),
         components={
             name: torch.tensor([x.components[name] for x in batch], dtype=torch.float64)
             for name in options.component_weights
@@ -207,6 +215,16 @@ def episodes_of(
         rank=rank,
         gather=gather,
     )
+
+
+def lay_turns(batch: list[ref.Response]) -> torch.Tensor:
+    starts = layout(batch)[1].tolist()
+    rows = [
+        (start + end, k, reward, state)
+        for x, start in zip(batch, starts[:-1], strict=True)
+        for k, (end, reward, state) in enumerate(x.turns)
+    ]
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
 
 
 def tokens_of(batch: list[ref.Response]) -> LossInputs:
@@ -278,8 +296,10 @@ def estimator(ours, reference, *, by_std=True, smallest_group=1):
         batch = random_batch(draw, smallest_group)
         gamma, lam = draw.choice([1.0, draw.uniform(0.5, 1)]), draw.choice([1.0, draw.random()])
         coefs = {"outcome_coef": draw.uniform(0, 9), "process_coef": draw.uniform(0, 9)}
+        coefs["step_weight"] = draw.uniform(0, 2)
         coefs["component_weights"] = {name: draw.uniform(-1, 3) for name in "abc"[: draw.randint(1, 3)]}
         for x in batch:
+            x.turns = random_turns(draw, x.mask)
             x.components = {name: random_component(draw, name) for name in coefs["component_weights"]}
         options = EstimatorOptions(gamma=gamma, lam=lam, by_std=by_std, **coefs)
         if ours is advantages.optimal_token_baseline:
@@ -758,6 +778,14 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
     **{f"aggregation {mode}": aggregation(mode) for mode in MODES},
     **{
         f"weights {level}{', mean 1' if normalize else ''}": weights(level, normalize)
+    **{
+        f"gigpo{'' if by_std else ' without std'}": estimator(
+            advantages.gigpo,
+            lambda batch, o: ref.gigpo(batch, gamma=o.gamma, weight=o.step_weight, by_std=o.by_std),
+            by_std=by_std,
+        )
+        for by_std in (True, False)
+    },
         for level in ("token", "sequence")
         for normalize in (False, True)
     },

@@ -58,6 +58,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "clip_cov": (),
     "kl_cov": (),
     "grpo_passk": FOUR_ANSWERS,
+    "gigpo": (),
     "gdpo": (
         "reward.functions=[]",
         f"reward.custom_reward_function.path={REWARDS}",

@@ -30,6 +30,7 @@ from verl.algorithms.objective import (
 from verl.algorithms.prepass import PREPASSES
 from verl.algorithms.settings import AlgorithmSettings, EstimatorOptions
 from verl.data.flat_batch import FlatBatch
+from verl.training.kernels.logprobs import LastLayer, vocabulary_kl
 
 LIMIT = 0.9
 GROUPS = 8
@@ -39,7 +40,13 @@ OPTIONS = LossOptions(clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=5.0, kl_
 
 PREFERENCE = ("sppo", "dpo")
 OTHERS = ("win_rate", "no_rewards")  # for preference losses alone; for a teacher without rewards
-PER_TOKEN = ("gae", "reinforce_plus_plus", "prime", "optimal_token_baseline")  # advantages differ within a response
+PER_TOKEN = (
+    "gae",
+    "reinforce_plus_plus",
+    "prime",
+    "optimal_token_baseline",
+    "gigpo",
+)  # advantages differ within a response
 ONE_RATIO = ("gspo", "geo_mean")  # one ratio per response: for advantages that do not differ within it
 MASKED = "vanilla, masked"  # without responses that the first update of a step has made unlikely
 ANCHORED = ("vanilla", MASKED, "gspo", "geo_mean", "clip_cov", "sppo")  # the ratio to the old policy limits an update
@@ -188,9 +195,15 @@ class Run:
         return torch.tensor(path)
 
     def update(self, batch: FlatBatch, inputs: AdvantageInputs, states: Tensor, arms: Tensor) -> None:
+            turns=self.list_turns(states),
         logprobs = self.logprobs(self.logits, states, arms)
         if (prepass := PREPASSES.get(self.loss)) is not None:
             noise = torch.rand(len(arms), generator=self.generator, dtype=torch.float64)
+    def list_turns(self, states: Tensor) -> Tensor:
+        """Return position, index, reward and state of every step: [n, 4]."""
+        at = torch.arange(1, len(states), 2)
+        return torch.stack([at, (at // 2) % self.bandit.steps, torch.zeros_like(at), states[at]], 1).double()
+
             batch = batch.with_(**prepass(make_loss_inputs(logprobs.detach(), batch), inputs, noise, OPTIONS).fields)
         output = ModelOutput(logprobs, torch.zeros_like(logprobs))
         loss, _ = self.objective(output, batch, count_totals(batch.mask, batch.offsets))

@@ -75,6 +75,23 @@ async def test_a_reply_is_recognized_as_agents_write_it(change: str) -> None:
     assert len(model.transcript.get_leaves()) == 1
 
 
+@pytest.mark.parametrize("branch_per_turn", [False, True])
+async def test_turns_after_the_same_messages_are_in_the_same_state(branch_per_turn: bool) -> None:
+    model = make(ListedReplies(TOKENIZER, "8", "4", "2", "1"), branch_per_turn=branch_per_turn)
+    messages = [QUESTION]
+    for text in ("Lower.", "Higher.", "Lower.", None):
+        reply = await model.chat(messages)
+        messages = [*messages, reply.message, {"role": "user", "content": text or ""}]
+    first, lower, higher, again = (turn.state for turn in model.transcript.turns)
+    assert lower == again
+    assert len({first, lower, higher}) == 3
+    samples = model.transcript.to_samples(0, 0, 0.0, {})
+    assert {turn[1]: turn[3] for each in samples for turn in each.turns} == dict(
+        enumerate([first, lower, higher, again])
+    )
+    assert all(sample.mask[turn[0]] for sample in samples for turn in sample.turns)
+
+
 async def test_other_messages_or_tools_start_a_branch() -> None:
     script = ListedReplies(TOKENIZER, "8", "4", "2", "1")
     model = make(script)

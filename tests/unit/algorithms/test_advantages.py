@@ -14,6 +14,7 @@ from verl.algorithms.advantages import (
     explained_variance,
     gae,
     gdpo,
+    gigpo,
     gpg,
     grpo,
     grpo_passk,
@@ -150,6 +151,16 @@ def test_opo_counts_longer_responses_more():
 
 def test_gpg_scales_by_the_share_of_nonzero_scores():
     assert gpg(responses([1.0, 0.0, 0.0, 0.0])).tolist() == pytest.approx([3.0, -1.0, -1.0, -1.0])
+
+
+def test_gigpo_credits_a_turn_by_what_followed_from_its_state():
+    # Two episodes of two turns. Both begin in state 1; their second turns are in states of their own.
+    x = responses([1.0, 0.0], masks=[[0, 1, 0, 1]] * 2, by_std=False, gamma=0.5, step_weight=2.0)
+    x = replace(x, turns=torch.tensor([[1, 0, 0, 1], [3, 1, 1, 2], [5, 0, 0, 1], [7, 1, 0, 3]]).double())
+    episode, step = 0.5, 2.0 * 0.5 * 0.5  # the reward of the second turn is discounted once, and half is the mean
+    assert gigpo(x).tolist() == pytest.approx([0, episode + step, 0, episode, 0, -episode - step, 0, -episode])
+    alone = replace(x, turns=None)  # each response is one turn, and all begin in one state
+    assert gigpo(alone).tolist() == pytest.approx((3.0 * grpo(alone)).tolist())
 
 
 def test_grpo_passk_rewards_the_lead_of_the_best_alone():

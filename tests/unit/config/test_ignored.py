@@ -68,9 +68,10 @@ PRIME = ("reward.prime.enable", True)
 
 EFFECTS: dict[str, Effect] = {
     "algorithm.adv_estimator": Effect(losses=ADVANTAGES),
-    "algorithm.gamma": Effect(("gae", "reinforce_plus_plus"), ADVANTAGES),
+    "algorithm.gamma": Effect(("gae", "reinforce_plus_plus", "gigpo"), ADVANTAGES),
     "algorithm.lam": Effect(("gae",), ADVANTAGES),
-    "algorithm.norm_adv_by_std_in_grpo": Effect(("grpo", "grpo_vectorized", "grpo_passk"), ADVANTAGES),
+    "algorithm.norm_adv_by_std_in_grpo": Effect(("grpo", "grpo_vectorized", "grpo_passk", "gigpo"), ADVANTAGES),
+    "algorithm.gigpo.step_advantage_w": Effect(("gigpo",), ADVANTAGES),
     "algorithm.reward_components": Effect(("gdpo",), ADVANTAGES),
     "algorithm.component_weights": Effect(("gdpo",), ADVANTAGES),
     "algorithm.use_kl_in_reward": ALWAYS,

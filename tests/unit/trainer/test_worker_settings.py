@@ -65,6 +65,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "gpg": {"estimator": "gpg", "loss_mode": "gpg"},
     "gdpo": {"estimator": "gdpo", "estimator_options.component_weights": {"correct": 1.0, "format": 0.5}},
     "grpo_passk": {"estimator": "grpo_passk"},
+    "gigpo": {"estimator": "gigpo", "estimator_options.gamma": 0.95, "estimator_options.step_weight": 1.0},
     "gspo": {"loss_mode": "gspo"},
     "cispo": {"loss_mode": "cispo"},
     "dppo": {"loss_mode": "dppo_tv", "loss_options.clip_c": 20.0},

@@ -18,7 +18,7 @@ _TEMPLATE, _REWARDS = "distillation.teacher.use_own_chat_template=true", "distil
 _COMPONENTS, _KL_REWARD = "algorithm.reward_components", "algorithm.use_kl_in_reward"
 _GROUP_ESTIMATORS = (
     *("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg"),
-    *("reinforce_plus_plus_baseline", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"),
+    *("reinforce_plus_plus_baseline", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline", "gigpo"),
 )
 """Estimators that compare a response with its group; in a group of one, the advantage is the raw score."""
 

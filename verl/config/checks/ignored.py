@@ -60,7 +60,7 @@ _RULES: dict[type[Section], tuple[_Rule, ...]] = {
         _Rule(
             (
                 *("algorithm.adv_estimator", "algorithm.gamma", "algorithm.lam", "algorithm.norm_adv_by_std_in_grpo"),
-                *("algorithm.reward_components", "algorithm.component_weights"),
+                *("algorithm.reward_components", "algorithm.component_weights", "algorithm.gigpo"),
                 *("critic", "trainer.critic_warmup", "reward.overlong_buffer"),
             ),
             uses_task_rewards,

@@ -24,6 +24,7 @@ Estimator = Literal[
     "tir_optimal_token_baseline",
     "gpg",
     "gdpo",
+    "gigpo",
     "grpo_passk",
 ]
 
@@ -76,8 +77,10 @@ _KL_IN_REWARD = needs(
 )
 _DISCOUNTS = OnlyIf(
     (".adv_estimator", "reward.prime.enable"),
-    lambda estimator, prime: prime or estimator in ("gae", "reinforce_plus_plus") or is_custom_function(estimator),
-    "only {section}.adv_estimator=gae or reinforce_plus_plus, and PRIME, use it",
+    lambda estimator, prime: (
+        prime or estimator in ("gae", "reinforce_plus_plus", "gigpo") or is_custom_function(estimator)
+    ),
+    "only {section}.adv_estimator=gae, reinforce_plus_plus or gigpo, and PRIME, use it",
 )
 
 
@@ -99,6 +102,11 @@ class FilterGroupsConfig(Section):
     """The value that must differ within a group."""
     max_num_gen_batches: int = setting(10, unit="batches", ge=0)
     """Maximum batches generated per step; 0: no limit."""
+
+
+class GigpoConfig(Section):
+    step_advantage_w: float = setting(1.0, ge=0)
+    """Weight of the advantage of a turn, next to that of its episode."""
 
 
 CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
@@ -168,17 +176,20 @@ class AlgorithmConfig(Section):
     adv_estimator: Estimator | CustomFunction = setting("grpo", only_if=HAS_ADVANTAGES)
     """Advantage estimator."""
     gamma: Fraction = setting(1.0, only_if=(HAS_ADVANTAGES, _DISCOUNTS))
-    """Discount factor (gae, reinforce_plus_plus, PRIME)."""
+    """Discount factor (gae, reinforce_plus_plus, PRIME); from turn to turn (gigpo)."""
     lam: Fraction = setting(1.0, only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gae")))
     """Lambda of gae."""
     norm_adv_by_std_in_grpo: bool = setting(
-        True, only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "grpo", "grpo_vectorized", "grpo_passk"))
+        True, only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "grpo", "grpo_vectorized", "grpo_passk", "gigpo"))
     )
     """Divide advantages by the group's standard deviation; false: Dr.GRPO."""
     reward_components: list[str] = setting([], only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gdpo")))
     """Numbers of the reward that are normalized separately (gdpo); []: the parts that the score is a sum of."""
     component_weights: list[float] | None = setting(None, only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gdpo")))
     """Weights of reward_components, one for each; null: as in the score, or 1."""
+    gigpo: GigpoConfig = section(
+        GigpoConfig, "Credit for turns (GiGPO).", only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gigpo"))
+    )
     use_kl_in_reward: bool = setting(False)
     """Subtract the KL divergence from the reference policy from the reward."""
     kl_penalty: KlKind = setting("kl", only_if=_KL_IN_REWARD)

@@ -33,6 +33,7 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
             by_std=algorithm.norm_adv_by_std_in_grpo,
             outcome_coef=config.reward.prime.outcome_coef,
             process_coef=config.reward.prime.coef,
+            step_weight=algorithm.gigpo.step_advantage_w,
             component_weights=reward_components(config),
         ),
         loss_mode="gpg" if is_reinforce else loss.loss_mode,

@@ -79,6 +79,7 @@ class PolicyTrainer:
         """Compute log-probs, values, rewards and advantages of this rank's samples, and keep them for `update`."""
         batch = FlatBatch.from_samples(samples, has_branches=plan.branches is not None)
         batch, kl, squares = self._run_models(batch, plan)
+        self._inputs = replace(self._inputs, turns=_list_turns(samples, batch.offsets))
         self._inputs, metrics = self._compute_rewards(batch, plan, kl, squares)
         if self.prime is not None:
             process, process_metrics = self.prime.train_and_score(batch, self._inputs, plan)
@@ -321,6 +322,16 @@ def load_functions(algorithm: AlgorithmSettings) -> tuple[Estimator, LossFunctio
         )
     except ValueError as error:
         raise ConfigError([str(error)]) from error
+
+def _list_turns(samples: Sequence[Sample], offsets: Tensor) -> Tensor:
+    """Return the turns of all samples: position of the last token in the batch, index, reward and state, [n, 4]."""
+    rows = [
+        (start + position, index, reward, state)
+        for start, sample in zip(offsets[:-1].tolist(), samples, strict=True)
+        for position, index, reward, state in sample.turns or [(len(sample.tokens) - 1, 0, 0.0, 0)]
+    ]
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
+
 
 
 def _prefix(name: str, statistics: Mapping[str, float]) -> dict[str, float]:
