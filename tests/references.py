@@ -687,6 +687,22 @@ def exact_kl(current: list[float], other: list[float], floor: float = -math.inf)
     return kl, [math.exp(a) * (gap - kl) for a, gap in zip(logs[0], gaps, strict=True)]
 
 
+def forward_kl(current: list[float], other: list[float], topk: int, floor: float) -> tuple[float, list[float]]:
+    """Return sum of q (max(log q, floor) - max(log p, floor)) over the `topk` largest q, and its gradient."""
+    log_p, log_q = (
+        [value - max(row) - math.log(math.fsum(math.exp(each - max(row)) for each in row)) for value in row]
+        for row in (current, other)
+    )
+    kept = sorted(range(len(other)), key=lambda v: -other[v])[:topk]
+    value = math.fsum(math.exp(log_q[v]) * (max(log_q[v], floor) - max(log_p[v], floor)) for v in kept)
+    gradient = [0.0] * len(current)
+    for v in kept:
+        if log_p[v] > floor:  # d log p(v) / d logit(w) = [v = w] - p(w)
+            for w in range(len(current)):
+                gradient[w] -= math.exp(log_q[v]) * ((v == w) - math.exp(log_p[w]))
+    return value, gradient
+
+
 def next_beta(beta: float, kl: float, target: float, horizon: float, n_steps: int) -> float:
     return beta * (1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon)
 

@@ -572,6 +572,24 @@ def clamped_teacher_kl(draw: random.Random) -> float:
     )
 
 
+def forward_teacher_kl(draw: random.Random) -> float:
+    """The KL from a teacher over its most likely tokens, or all, with a floor of log-probs or without."""
+    size, positions, reach = draw.randint(1, 12), draw.randint(1, 5), draw.choice([0.1, 1.0, 10.0])
+    rows, others = ([[reach * draw.gauss(0, 1) for _ in range(size)] for _ in range(positions)] for _ in range(2))
+    topk, floor = draw.choice([None, draw.randint(1, size + 2)]), draw.choice([None, -draw.uniform(0.1, 12)])
+    limit, bound = size if topk is None else topk, -math.inf if floor is None else floor
+    outcomes = [ref.forward_kl(*pair, limit, bound) for pair in zip(rows, others, strict=True)]
+    unit = torch.eye(size, dtype=torch.float64)
+    current = LastLayer(torch.tensor(rows, dtype=torch.float64).requires_grad_(), unit)
+    other = LastLayer(torch.tensor(others, dtype=torch.float64), unit, floor=floor, is_forward=True, topk=topk)
+    ours = vocabulary_kl(current, other, chunk=draw.randint(1, 5))
+    (gradient,) = torch.autograd.grad(ours.sum(), current.hidden)
+    return max(
+        difference(ours.tolist(), [value for value, _ in outcomes]),
+        difference(gradient.flatten().tolist(), [slope for _, slopes in outcomes for slope in slopes]),
+    )
+
+
 def sampled_teacher_kl(draw: random.Random) -> float:
     """The KL to a teacher at the sampled tokens, with a floor of log-probs and a bound of each token."""
     batch, floor, bound = with_policies(draw, random_batch(draw)), -draw.uniform(0.1, 12), draw.uniform(0.01, 12)
@@ -760,6 +778,14 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
         lambda batch, o: ref.prime(batch, gamma=o.gamma, outcome=o.outcome_coef, process=o.process_coef),
     ),
     "gdpo": estimator(advantages.gdpo, lambda batch, o: ref.gdpo(batch, o.component_weights)),
+    **{
+        f"gigpo{'' if by_std else ' without std'}": estimator(
+            advantages.gigpo,
+            lambda batch, o: ref.gigpo(batch, gamma=o.gamma, weight=o.step_weight, by_std=o.by_std),
+            by_std=by_std,
+        )
+        for by_std in (True, False)
+    },
     "no_rewards": estimator(advantages.no_rewards, lambda batch, o: [[0.0] * len(x.mask) for x in batch]),
     "win_rate": estimator(advantages.win_rate, lambda batch, o: ref.win_rate(batch)),
     **{f"loss {name}": token_loss(name, reference) for name, reference in TOKEN_LOSSES.items()},
@@ -774,18 +800,11 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
     "kl full": exact_kl,
     "kl to a teacher": teacher_kl,
     "kl to a teacher, clamped": clamped_teacher_kl,
+    "kl from a teacher": forward_teacher_kl,
     "kl to a teacher, sampled, clamped": sampled_teacher_kl,
     **{f"aggregation {mode}": aggregation(mode) for mode in MODES},
     **{
         f"weights {level}{', mean 1' if normalize else ''}": weights(level, normalize)
-    **{
-        f"gigpo{'' if by_std else ' without std'}": estimator(
-            advantages.gigpo,
-            lambda batch, o: ref.gigpo(batch, gamma=o.gamma, weight=o.step_weight, by_std=o.by_std),
-            by_std=by_std,
-        )
-        for by_std in (True, False)
-    },
         for level in ("token", "sequence")
         for normalize in (False, True)
     },

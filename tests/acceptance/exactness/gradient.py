@@ -48,12 +48,14 @@ from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.training.policy.passes import run_prepass
+from verl.training.policy.teacher import TeacherEngine
 from verl.training.process_group import init_process_group
 
 LIMIT = 1e-5
 LENGTH = 40.0
 SEQUENCES = 24
 OPTIONS = LossOptions(clip_cov_ratio=0.3, clip_cov_lb=-5.0, clip_cov_ub=5.0, kl_cov_ratio=0.1, ppo_kl_coef=1.0)
+FORWARD = Distillation("loss", "forward_kl_topk", topk=5)
 TERMS = {
     **{name: PolicyObjective(AlgorithmSettings(loss_mode=name, loss_options=OPTIONS)) for name in LOSSES},
     "off-policy mask": PolicyObjective(
@@ -67,6 +69,7 @@ TERMS = {
     },
     "kl full": PolicyObjective(AlgorithmSettings(loss_kl_coef=1.0, loss_kl_type="full")),
     "distillation": PolicyObjective(AlgorithmSettings(distillation=Distillation("loss"))),
+    "distillation forward": PolicyObjective(AlgorithmSettings(distillation=FORWARD)),
     "value": ValueObjective(AlgorithmSettings(value_clip=0.2)),
     "process": OutcomeObjective(beta=0.5),
     "router balance": PolicyObjective(AlgorithmSettings()),
@@ -101,6 +104,7 @@ class Engines:
         self.reference, self.teacher = (
             FsdpEngine(settings(name, trainable=False)) for name in ("reference", "teacher")
         )
+        self.teachers = {"distillation": self.teacher, "distillation forward": TeacherEngine(self.teacher, FORWARD)}
         self.mixture = {
             term: Recorder(settings("mixture", expert_parallel_size=experts, **routing))
             for term, routing in MIXTURE.items()
@@ -115,7 +119,7 @@ class Engines:
             micro_batches,
             objective,
             reference=self.reference if term == "kl full" else None,
-            teacher=self.teacher if term == "distillation" else None,
+            teacher=self.teachers.get(term),
         )
         return engine.gradient
 
@@ -144,7 +148,7 @@ def prepared(mini_batch, term):
         return batch.with_(advantages=outcomes, old_logprobs=batch.ref_logprobs)
     if term in MIXTURE:
         batch = batch.with_(old_logprobs=mini_batch.mixture_logprobs, routed_experts=mini_batch.experts[term])
-    alone = term in ("entropy", "distillation", "router balance") or term.startswith("kl ")
+    alone = term in ("entropy", "router balance") or term.startswith(("kl ", "distillation"))
     return batch.with_(advantages=torch.zeros_like(batch.advantages)) if alone else batch
 
 
@@ -273,7 +277,7 @@ def padded_gradients(directory, batches, size):
         totals = count_totals(batch.mask, batch.offsets)
         model.zero_grad()
         parts = [batch.select(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
-        other = teacher if term == "distillation" else reference
+        other = teacher if term.startswith("distillation") else reference
         if term == "router balance":
             padded_balance(model, parts).backward()
         else:
@@ -335,7 +339,9 @@ def padded_output(model, reference, part, term):
         log_q = logits.log_softmax(-1)
     chosen = log_p.gather(-1, rows[:, 1:, None]).squeeze(-1)
     entropy, kl = -(log_p.exp() * log_p).sum(-1), (log_p.exp() * (log_p - log_q)).sum(-1)
-    return ModelOutput(flat(chosen), flat(entropy), flat(kl), flat(kl))
+    likely = log_q.topk(FORWARD.topk)
+    forward = (likely.values.exp() * (likely.values - log_p.gather(-1, likely.indices))).sum(-1)
+    return ModelOutput(flat(chosen), flat(entropy), flat(kl), flat(forward if term == "distillation forward" else kl))
 
 
 def rank_main(rank, world, port, directory, cuts, stride):

@@ -28,7 +28,7 @@ from verl.algorithms.objective import (
     make_loss_inputs,
 )
 from verl.algorithms.prepass import PREPASSES
-from verl.algorithms.settings import AlgorithmSettings, EstimatorOptions
+from verl.algorithms.settings import AlgorithmSettings, Distillation, EstimatorOptions
 from verl.data.flat_batch import FlatBatch
 from verl.training.kernels.logprobs import LastLayer, vocabulary_kl
 
@@ -50,6 +50,11 @@ PER_TOKEN = (
 ONE_RATIO = ("gspo", "geo_mean")  # one ratio per response: for advantages that do not differ within it
 MASKED = "vanilla, masked"  # without responses that the first update of a step has made unlikely
 ANCHORED = ("vanilla", MASKED, "gspo", "geo_mean", "clip_cov", "sppo")  # the ratio to the old policy limits an update
+TEACHERS = {  # losses that follow a teacher, which prefers the best path
+    "teacher, full": {},
+    "teacher, forward_kl": {"is_forward": True},
+    "teacher, forward_kl_topk": {"is_forward": True, "topk": 2},
+}
 MISTAKES = ("sign", "anchor", "mask")
 
 
@@ -99,7 +104,14 @@ class Run:
         options = EstimatorOptions(by_std=estimator not in ("dr_grpo", "grpo_passk"))
         self.options = options
         loss_options = replace(OPTIONS, off_policy_mask_threshold=0.05) if loss == MASKED else OPTIONS
-        self.objective = PolicyObjective(AlgorithmSettings(loss_mode=loss.split(",")[0], loss_options=loss_options))
+        algorithm = AlgorithmSettings(loss_mode=loss.split(",")[0], loss_options=loss_options)
+        if loss in TEACHERS:
+            algorithm = AlgorithmSettings(distillation=Distillation("loss"))
+        self.objective = PolicyObjective(algorithm)
+        self.teacher, state = torch.zeros(shape, dtype=torch.float64), 0
+        for arm in bandit.best:
+            self.teacher[state, arm] = -8.0 if mistake == "sign" else 8.0
+            state = 1 + arm
 
     def learn(self) -> float:
         """Return the probability of the best path after training."""
@@ -183,8 +195,14 @@ class Run:
             logprobs=batch.old_logprobs,
             sum_pi_squared=self.logits.detach().softmax(-1).square().sum(-1)[states],
             components=split_score(scores),
+            turns=self.list_turns(states),
             options=self.options,
         )
+
+    def list_turns(self, states: Tensor) -> Tensor:
+        """Return position, index, reward and state of every step: [n, 4]."""
+        at = torch.arange(1, len(states), 2)
+        return torch.stack([at, (at // 2) % self.bandit.steps, torch.zeros_like(at), states[at]], 1).double()
 
     @staticmethod
     def greedy_path(logits: Tensor, bandit: Bandit) -> Tensor:
@@ -195,17 +213,15 @@ class Run:
         return torch.tensor(path)
 
     def update(self, batch: FlatBatch, inputs: AdvantageInputs, states: Tensor, arms: Tensor) -> None:
-            turns=self.list_turns(states),
         logprobs = self.logprobs(self.logits, states, arms)
         if (prepass := PREPASSES.get(self.loss)) is not None:
             noise = torch.rand(len(arms), generator=self.generator, dtype=torch.float64)
-    def list_turns(self, states: Tensor) -> Tensor:
-        """Return position, index, reward and state of every step: [n, 4]."""
-        at = torch.arange(1, len(states), 2)
-        return torch.stack([at, (at // 2) % self.bandit.steps, torch.zeros_like(at), states[at]], 1).double()
-
             batch = batch.with_(**prepass(make_loss_inputs(logprobs.detach(), batch), inputs, noise, OPTIONS).fields)
         output = ModelOutput(logprobs, torch.zeros_like(logprobs))
+        if self.loss in TEACHERS:
+            unit = torch.eye(self.bandit.arms, dtype=torch.float64)
+            teacher = LastLayer(self.teacher[states], unit, **TEACHERS[self.loss])
+            output = output._replace(teacher_kl=vocabulary_kl(LastLayer(self.logits[states], unit), teacher))
         loss, _ = self.objective(output, batch, count_totals(batch.mask, batch.offsets))
         self.optimizer.zero_grad()
         loss.backward()
@@ -240,12 +256,12 @@ def pairs() -> list[tuple[str, str]]:
         for estimator, loss in itertools.product(estimators, losses)
         if not (estimator in PER_TOKEN and loss in ONE_RATIO)
     )
-    return [*fitting, *(("win_rate", loss) for loss in PREFERENCE)]
+    return [*fitting, *(("win_rate", loss) for loss in PREFERENCE), *(("no_rewards", loss) for loss in TEACHERS)]
 
 
 def is_representative(estimator: str, loss: str) -> bool:
     """Whether a pair is the one by which its estimator or its loss is known."""
-    return loss == "vanilla" or estimator in ("grpo", "win_rate")
+    return loss == "vanilla" or estimator in ("grpo", *OTHERS)
 
 
 def main() -> None:

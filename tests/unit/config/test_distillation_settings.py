@@ -91,6 +91,17 @@ def test_clamps_are_those_of_the_algorithm_by_either_name() -> None:
         assert (distillation.log_prob_min_clamp, distillation.loss_max_clamp) == (-10.0, 8.0)
 
 
+def test_public_names_of_the_loss_are_accepted() -> None:
+    prefix = "distillation.distillation_loss"
+    public = [f"{prefix}.loss_mode=forward_kl_topk", f"{prefix}.topk=64", f"{prefix}.use_policy_gradient=False"]
+    distillation = algorithm_settings(config_of(*TEACHER, *public)).distillation
+    assert distillation is not None
+    assert (distillation.mode, distillation.loss_mode, distillation.topk) == ("loss", "forward_kl_topk", 64)
+    distillation = algorithm_settings(config_of(*TEACHER, f"{prefix}.loss_mode=k1")).distillation
+    assert distillation is not None
+    assert (distillation.mode, distillation.loss_mode) == ("reward", "full")
+
+
 def test_distillation_alone_trains_no_critic_and_scores_only_validation() -> None:
     alone = config_of(*ALONE, "algorithm.adv_estimator=gae")
     assert not uses_critic(alone)

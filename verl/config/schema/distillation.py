@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verl.config.schema.base import Positive, Section, section, setting
-from verl.config.schema.conditions import HAS_DEVICE_MEMORY
+from verl.config.schema.base import Count, Positive, Section, section, setting
+from verl.config.schema.conditions import HAS_DEVICE_MEMORY, needs
 
 
 class TeacherConfig(Section):
@@ -22,7 +22,11 @@ class DistillationConfig(Section):
     """Train the policy toward a teacher model, on the policy's own responses."""
     teacher: TeacherConfig = section(TeacherConfig, "The teacher, which is never trained.")
     mode: Literal["reward", "loss"] = setting("reward")
-    """The KL to the teacher: reward: of each sampled token, in its advantage; loss: exact, in the loss."""
+    """The KL to the teacher: reward: of each sampled token, in its advantage; loss: loss_mode, in the loss."""
+    loss_mode: Literal["full", "forward_kl", "forward_kl_topk"] = setting("full", only_if=needs(".mode", "loss"))
+    """KL in the loss; full: from the policy to the teacher; forward_kl: from the teacher; _topk: over its topk."""
+    topk: Count = setting(32, unit="tokens", only_if=needs(".loss_mode", "forward_kl_topk"))
+    """Tokens to which the teacher gives the highest probabilities (forward_kl_topk)."""
     coef: Positive = setting(1.0)
     """Coefficient of the KL to the teacher."""
     log_prob_min_clamp: float | None = setting(None, unit="nats", lt=0)

@@ -49,7 +49,7 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
         if algorithm.use_kl_in_reward
         else None,
         reward_kl_type=algorithm.kl_penalty,
-        distillation=Distillation(teacher.mode, teacher.coef, teacher.log_prob_min_clamp, teacher.loss_max_clamp)
+        distillation=Distillation(**teacher.model_dump(exclude={"enable", "teacher", "use_task_rewards"}))
         if teacher.enable
         else None,
         correction=Correction(

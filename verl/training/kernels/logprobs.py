@@ -26,7 +26,8 @@ class LastLayer(NamedTuple):
     """The last layer of a language model at N positions: hidden [N, H], weight [V, H], bias [V].
 
     The logits [N, V] are `softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature`. In a KL to this
-    layer, log-probs below `floor` count as `floor`.
+    layer, log-probs below `floor` count as `floor`; with `is_forward` it is the KL from this layer, over the `topk`
+    tokens to which it gives the highest probabilities (None: all).
     """
 
     hidden: Tensor
@@ -35,6 +36,8 @@ class LastLayer(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
     floor: float | None = None
+    is_forward: bool = False
+    topk: int | None = None
 
     def chunks(self, chunk: int | None) -> Iterator[tuple[slice, LastLayer]]:
         """Split the positions into chunks of `chunk`, or of a default for the device."""
@@ -56,7 +59,7 @@ class LastLayer(NamedTuple):
 
     def logits(self, temperature: float) -> Tensor:
         """Return the logits [N, V], at least float32, as a new tensor."""
-        hidden, weight, bias, scale, softcap, _ = self
+        hidden, weight, bias, scale, softcap = self[:5]
         logits = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if softcap is not None:
@@ -110,6 +113,9 @@ def vocabulary_kl(layer: LastLayer, other: LastLayer, *, temperature: float = 1.
     With `other.floor` it is the mean under `layer` of max(log p, floor) - max(log q, floor). Its gradient is that of
     the probabilities alone, p * (ratio - mean), which is also the gradient of the KL without a floor: a token below the
     floor in both models has no ratio of its own.
+
+    With `other.is_forward` it is KL(other || layer): the sum of q * (log q - log p) over the `other.topk` tokens of
+    the largest q, which are not normalized again. A token whose log p is below the floor has no gradient.
     """
     count = min(len(layer.weight), len(other.weight))
     layer, other = layer.first_tokens(count), other.first_tokens(count)
@@ -258,7 +264,11 @@ class _VocabularyKl(torch.autograd.Function):
         kl = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for (rows, part), (_, other_part) in zip(layer.chunks(chunk), other.chunks(chunk), strict=True):
             log_p = part.logprobs(temperature)
-            kl[rows] = (log_p.exp() * _log_ratio(log_p, other_part, temperature)).sum(-1)
+            if other.is_forward:
+                q = _kept_probs(other_part, temperature)
+                kl[rows] = -(q * _log_ratio(log_p, other_part, temperature)).sum(-1)
+            else:
+                kl[rows] = (log_p.exp() * _log_ratio(log_p, other_part, temperature)).sum(-1)
         ctx.save_for_backward(*layer[:3], *other[:3], kl)
         ctx.settings = layer[3:], other[3:], temperature, chunk
         return kl
@@ -271,9 +281,15 @@ class _VocabularyKl(torch.autograd.Function):
         gradients = _Gradients(ctx, layer, kl.dtype)
         for (rows, part), (_, other_part) in zip(layer.chunks(chunk), other.chunks(chunk), strict=True):
             logits = part.logits(temperature)
-            grad = logits.softmax(-1)  # d kl / d logits = p * (log p - log q - kl)
-            factor = _log_ratio(logits.log_softmax(-1), other_part, temperature).sub_(kl[rows, None])
-            grad.mul_(factor).mul_(grads[0][rows, None] * (layer.scale / temperature))
+            grad = logits.softmax(-1)
+            if other.is_forward:  # d kl / d logits = p * sum q - q, without the q of tokens below the floor
+                q = _kept_probs(other_part, temperature)
+                if other.floor is not None:
+                    q = q.where(logits.log_softmax(-1) > other.floor, 0.0)
+                grad.mul_(q.sum(-1, keepdim=True)).sub_(q)
+            else:  # d kl / d logits = p * (log p - log q - kl)
+                grad.mul_(_log_ratio(logits.log_softmax(-1), other_part, temperature).sub_(kl[rows, None]))
+            grad.mul_(grads[0][rows, None] * (layer.scale / temperature))
             if layer.softcap is not None:
                 grad.mul_(logits.mul_(temperature / layer.softcap).square_().neg_().add_(1.0))
             gradients.add(rows, grad)
@@ -286,6 +302,15 @@ def _log_ratio(log_p: Tensor, other: LastLayer, temperature: float) -> Tensor:
     if other.floor is not None:
         log_p, log_q = log_p.clamp_(min=other.floor), log_q.clamp_(min=other.floor)
     return log_p.sub_(log_q)
+
+
+def _kept_probs(layer: LastLayer, temperature: float) -> Tensor:
+    """Return the probabilities of the `topk` most likely tokens, 0 for the others: [C, V]."""
+    probs = layer.logprobs(temperature).exp_()
+    if layer.topk is None or layer.topk >= probs.shape[-1]:
+        return probs
+    kept = probs.topk(layer.topk, sorted=False)
+    return torch.zeros_like(probs).scatter_(-1, kept.indices, kept.values)
 
 
 class _Gradients:

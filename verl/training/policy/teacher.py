@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from verl.algorithms.objective import ModelOutput
+from verl.algorithms.settings import Distillation
 from verl.data.flat_batch import FlatBatch
 from verl.training.engine import ReferenceEngine
 from verl.training.kernels.logprobs import LastLayer
@@ -17,11 +18,11 @@ class TeacherEngine:
     """A reference engine that reads `FlatBatch.for_teacher` instead of a batch, if it is set.
 
     Its results are aligned to the generated tokens of the batch itself: log-probs are at their positions, and the rows
-    of the last layer are in their order. In the exact KL, log-probs below `floor` count as `floor`.
+    of the last layer are in their order, with what the settings say about the KL over the vocabulary.
     """
 
-    def __init__(self, engine: ReferenceEngine[ModelOutput], floor: float | None = None) -> None:
-        self._engine, self._floor = engine, floor
+    def __init__(self, engine: ReferenceEngine[ModelOutput], settings: Distillation | None = None) -> None:
+        self._engine, self._settings = engine, settings or Distillation()
 
     def forward(self, micro_batches: Sequence[FlatBatch], **options: Any) -> list[ModelOutput]:
         read = [get_teacher_batch(batch) for batch in micro_batches]
@@ -35,7 +36,12 @@ class TeacherEngine:
         return moved
 
     def last_layer(self, batch: FlatBatch) -> LastLayer:
-        return self._engine.last_layer(get_teacher_batch(batch))._replace(floor=self._floor)
+        settings = self._settings
+        return self._engine.last_layer(get_teacher_batch(batch))._replace(
+            floor=settings.log_prob_min_clamp,
+            is_forward=settings.loss_mode != "full",
+            topk=settings.topk if settings.loss_mode == "forward_kl_topk" else None,
+        )
 
     def release(self) -> None:
         self._engine.release()

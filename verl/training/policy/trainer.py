@@ -64,8 +64,7 @@ class PolicyTrainer:
     ) -> None:
         self.actor, self.reference, self.critic, self.prime = actor, reference, critic, prime
         self.algorithm = algorithm = algorithm or AlgorithmSettings()
-        floor = None if algorithm.distillation is None else algorithm.distillation.log_prob_min_clamp
-        self.teacher = None if teacher is None else TeacherEngine(teacher, floor)
+        self.teacher = None if teacher is None else TeacherEngine(teacher, algorithm.distillation)
         self._estimator, _ = load_functions(algorithm)
         self._objective, self._value_objective = PolicyObjective(algorithm), ValueObjective(algorithm)
         self._reward_kl = algorithm.reward_kl
@@ -79,8 +78,8 @@ class PolicyTrainer:
         """Compute log-probs, values, rewards and advantages of this rank's samples, and keep them for `update`."""
         batch = FlatBatch.from_samples(samples, has_branches=plan.branches is not None)
         batch, kl, squares = self._run_models(batch, plan)
-        self._inputs = replace(self._inputs, turns=_list_turns(samples, batch.offsets))
         self._inputs, metrics = self._compute_rewards(batch, plan, kl, squares)
+        self._inputs = replace(self._inputs, turns=_list_turns(samples, batch.offsets))
         if self.prime is not None:
             process, process_metrics = self.prime.train_and_score(batch, self._inputs, plan)
             self._inputs, metrics = replace(self._inputs, process=process), metrics | process_metrics
@@ -323,6 +322,7 @@ def load_functions(algorithm: AlgorithmSettings) -> tuple[Estimator, LossFunctio
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 
+
 def _list_turns(samples: Sequence[Sample], offsets: Tensor) -> Tensor:
     """Return the turns of all samples: position of the last token in the batch, index, reward and state, [n, 4]."""
     rows = [
@@ -331,7 +331,6 @@ def _list_turns(samples: Sequence[Sample], offsets: Tensor) -> Tensor:
         for position, index, reward, state in sample.turns or [(len(sample.tokens) - 1, 0, 0.0, 0)]
     ]
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
-
 
 
 def _prefix(name: str, statistics: Mapping[str, float]) -> dict[str, float]:
