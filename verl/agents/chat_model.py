@@ -16,11 +16,11 @@ from verl.agents.messages import Message, join_text, prepare_messages, read_json
 from verl.agents.rendering import ChatRenderer
 from verl.agents.tools.function_tools import Tool
 from verl.agents.transcript import Transcript, Turn
-from verl.data.lengths import count_characters
+from verl.data.lengths import count_characters, measure_size
 from verl.types import Completion, SamplingParams
 
 Schema = Mapping[str, Any]
-LONG = 1 << 16  # characters, which take milliseconds to tokenize
+LONG = 1 << 15  # a size that takes up to a tenth of a second to render and tokenize
 
 
 class InvalidRequestError(ValueError):
@@ -50,7 +50,7 @@ class Branch:
 class Draft:
     """A generated reply that is not part of the transcript yet."""
 
-    messages: Sequence[Message]
+    key: str  # of the messages and schemas
     schemas: Sequence[Schema]
     parses_calls: bool
     parent: Turn | None
@@ -126,12 +126,12 @@ class ChatModel:
                 "the chat template shows no known format of tool calls; set "
                 "actor_rollout_ref.rollout.multi_turn.format to that of the model"
             )
-        parent, context, prompt_tokens = await self._tokenize(messages, schemas)
+        key, parent, context, prompt_tokens = await self._tokenize(messages, schemas)
         known = [] if parent is None else parent.get_tokens()
         limit = self._count_remaining(len(known) + len(context), prompt_tokens)
         limit = limit if max_tokens is None else min(limit, max_tokens)
         completion = await self._complete([*known, *context], limit)
-        return Draft(list(messages), schemas, parse_calls, parent, context, prompt_tokens, completion)
+        return Draft(key, schemas, parse_calls, parent, context, prompt_tokens, completion)
 
     def record(self, draft: Draft) -> Reply:
         """Make a draft the next turn of the transcript."""
@@ -143,7 +143,7 @@ class ChatModel:
         if parsed.calls and not (draft.schemas and draft.parses_calls):
             parsed = ParsedReply(text, ())
         message = write_message(text, parsed, len(self.transcript.turns))
-        self._replies[list_keys([*draft.messages, message], draft.schemas)[-1]] = Branch(turn, draft.prompt_tokens)
+        self._replies[_extend_key(draft.key, message)] = Branch(turn, draft.prompt_tokens)
         self._reply_keys.add(_write_key(message))
         return Reply(parsed.content, parsed.calls, message, turn.completion.finish_reason, turn)
 
@@ -157,33 +157,35 @@ class ChatModel:
 
     async def _tokenize(
         self, messages: Sequence[Message], schemas: Sequence[Schema]
-    ) -> tuple[Turn | None, list[int], int]:
+    ) -> tuple[str, Turn | None, list[int], int]:
         """Refuse messages that are certainly too long, and tokenize long ones off the worker's event loop."""
         size = count_characters(messages) + count_characters(schemas)
         if size > self._max_tokens * self._renderer.longest_token:
             raise EpisodeLimitError(f"{size:,} characters have more than {self._max_tokens:,} tokens")
         async with self._tokenizing:  # in order: the seed of a reply follows from the number of its request
             try:
-                if size < LONG:
+                if measure_size(messages) + measure_size(schemas) < LONG:
                     return self._continue(messages, schemas)
                 return await asyncio.to_thread(self._continue, messages, schemas)
             except RecursionError:
                 raise InvalidRequestError("the messages are nested too deeply") from None
 
-    def _continue(self, messages: Sequence[Message], schemas: Sequence[Schema]) -> tuple[Turn | None, list[int], int]:
-        """Return the reply that the messages continue, if any, the new tokens, and the number of prompt tokens."""
+    def _continue(
+        self, messages: Sequence[Message], schemas: Sequence[Schema]
+    ) -> tuple[str, Turn | None, list[int], int]:
+        """Return the key of the messages, the reply that they continue, if any, the new tokens, and the number of
+        prompt tokens."""
         if not messages or messages[-1]["role"] == "assistant":
             raise InvalidRequestError("the last message must not come from the assistant")
-        prepared = prepare_messages(messages)
+        prepared, keys = prepare_messages(messages), list_keys(messages, schemas)
         if not self._branch_per_turn:
-            keys = list_keys(messages, schemas)
             for index in range(len(messages) - 1, 0, -1):
                 if (branch := self._replies.get(keys[index - 1])) is not None:
                     ids = branch.turn.completion.token_ids
                     context = self._renderer.render_next(prepared[index:], ids[-1] if ids else None, schemas)
-                    return branch.turn, context, branch.prompt_tokens
+                    return keys[-1], branch.turn, context, branch.prompt_tokens
         context = self._renderer.render_prompt(prepared, schemas)
-        return None, context, self._count_prompt(messages, schemas, len(context))
+        return keys[-1], None, context, self._count_prompt(messages, schemas, len(context))
 
     def _count_prompt(self, messages: Sequence[Message], schemas: Sequence[Schema], tokens: int) -> int:
         """Return the number of prompt tokens of a new branch: the tokens before the first reply of this episode."""
@@ -234,8 +236,7 @@ def list_keys(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[st
     """Return a key for each prefix of a conversation. Equivalent spellings of a message have equal keys."""
     keys, key = [], json.dumps(list(schemas), sort_keys=True, default=str)
     for message in messages:
-        key = hashlib.sha256(f"{key}\n{_write_key(message)}".encode()).hexdigest()
-        keys.append(key)
+        keys.append(key := _extend_key(key, message))
     return keys
 
 
@@ -244,6 +245,10 @@ def hash_observation(messages: Sequence[Message]) -> int:
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     news = messages[replies[-1] + 1 if replies else 0 :]
     return int(hashlib.sha256("\n".join(map(_write_key, news)).encode()).hexdigest()[:13], 16)
+
+
+def _extend_key(key: str, message: Message) -> str:
+    return hashlib.sha256(f"{key}\n{_write_key(message)}".encode()).hexdigest()
 
 
 def _write_key(message: Message) -> str:

@@ -40,6 +40,7 @@ Lengths = npt.NDArray[np.int32]
 ROWS_FOR_A_PROCESS = 50_000  # fewer are measured faster than a process starts
 ROWS_TO_KEEP = 10_000  # fewer are not worth caching
 MOST_PROCESSES = 8
+ITEM = 64  # characters that take as long to render as any value
 RENDERING = 2  # changes when the same prompt, tokenizer and template have other ids
 SETTLED_S = 2.0  # a file written more recently may change again within the resolution of its time
 
@@ -59,6 +60,18 @@ def count_characters(value: Any) -> int:
     elif not isinstance(value, (list, tuple)):
         return 0
     return sum(map(count_characters, value))
+
+
+def measure_size(value: Any) -> int:
+    """Return the size of a JSON value, to which the time to render it is proportional: its characters, those of keys
+    and the digits of numbers included, and `ITEM` for every value."""
+    if isinstance(value, str):
+        return ITEM + len(value)
+    if isinstance(value, int):
+        return ITEM + value.bit_length() // 3
+    if isinstance(value, Mapping):
+        return ITEM + sum(measure_size(key) + measure_size(each) for key, each in value.items())
+    return ITEM + sum(map(measure_size, value)) if isinstance(value, (list, tuple)) else ITEM
 
 
 class LengthMeasurer(Protocol):

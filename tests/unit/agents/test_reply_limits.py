@@ -14,6 +14,7 @@ import pytest
 from raw_server import Reply, send, send_without_end, serve
 from scripted_model import ScriptedModel
 
+from verl.agents import chat_model
 from verl.agents.chat_model import LONG, ChatModel
 from verl.agents.errors import EpisodeLimitError, ToolFailureError
 from verl.agents.rendering import ChatRenderer
@@ -132,17 +133,37 @@ async def test_messages_that_are_certainly_too_long_are_refused_before_they_are_
             await chat.chat([{"role": "user", "content": content}])
 
 
-async def test_long_messages_are_tokenized_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[threading.Thread] = []
-    render = ChatRenderer.render_prompt
+SHORT = [{"role": "user", "content": "a"}]
+LARGE: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "text": ([{"role": "user", "content": "a " * LONG}], {}),
+    "messages": ([{"role": "user"} for _ in range(1000)], {}),
+    "key": (SHORT, {"a" * LONG: 1}),
+    "numbers": (SHORT, {"enum": [1.5] * 1000}),
+    "large integers": (SHORT, {"enum": [10**4000] * 50}),
+}
 
-    def record(self: ChatRenderer, *args: Any) -> list[int]:
-        threads.append(threading.current_thread())
-        return render(self, *args)
 
-    monkeypatch.setattr(ChatRenderer, "render_prompt", record)
+@pytest.mark.parametrize("name", LARGE)
+async def test_large_requests_are_rendered_and_hashed_off_the_event_loop(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_main_thread: list[bool] = []
+
+    def record(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            in_main_thread.append(threading.current_thread() is threading.main_thread())
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(ChatRenderer, "render_prompt", record(ChatRenderer.render_prompt))
+    for step in ("prepare_messages", "list_keys"):
+        monkeypatch.setattr(chat_model, step, record(getattr(chat_model, step)))
     model = ScriptedModel(lambda prompt: "yes")
     chat = make_model(model, ChatRenderer(model.tokenizer), 1 << 20)
-    for size in (10, LONG):
-        await chat.chat([{"role": "user", "content": "a " * size}])
-    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+    chat.record(await chat.request(SHORT))
+    assert set(in_main_thread) == {True}
+    in_main_thread.clear()
+    messages, schema = LARGE[name]
+    chat.record(await chat.request(messages, [schema], parse_calls=False))
+    assert set(in_main_thread) == {False}
