@@ -1,6 +1,7 @@
 """What tool servers say, and what files say about them. No server runs here."""
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from mcp.types import AudioContent, CallToolResult, EmbeddedResource, ResourceLi
 
 from verl.agents.errors import ToolError, ToolFailureError
 from verl.agents.tools.json_servers import JsonSession, read_reply, to_schema
-from verl.agents.tools.mcp_servers import HttpServer, StdioServer, read_result
+from verl.agents.tools.mcp_servers import HttpServer, StdioServer, limit_body, read_result
 from verl.agents.tools.results import ToolResult
 from verl.agents.tools.servers import load_mcp_servers, load_tool_server, read_servers_file
 from verl.errors import ConfigError
@@ -74,6 +75,23 @@ def test_mistakes_of_the_model_are_tool_errors(status: int, body: Any, text: str
 def test_failures_of_the_server_are_tool_failures(status: int, body: Any) -> None:
     with pytest.raises(ToolFailureError):
         read_reply(reply(status, body))
+
+
+@pytest.mark.parametrize("charset", ["punycode", "idna", "zlib"])
+async def test_replies_are_never_decoded_by_a_charset_that_the_server_names(charset: str) -> None:
+    import httpx2
+
+    headers, body = {"content-type": f"text/plain; charset={charset}"}, b"x" * 2000 + b"-\xff"
+    with pytest.raises(ToolFailureError, match="returned HTTP 500: xxx"):
+        read_reply(httpx.Response(500, headers=headers, content=body))
+
+    class Body(httpx2.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield body
+
+    response = httpx2.Response(200, headers=headers, stream=Body())
+    limit_body(response)
+    assert "".join([text async for text in response.aiter_text()]) == body.decode(errors="replace")
 
 
 def test_schemas_of_plain_servers_are_read_in_both_forms() -> None:

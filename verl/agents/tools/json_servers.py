@@ -162,4 +162,5 @@ def _to_text(value: Any) -> str:
 
 
 def _excerpt(response: httpx.Response) -> str:
-    return replace_surrogates(response.text[:_EXCERPT])
+    """Return the beginning of a reply as text; a charset that the server names may take minutes, or raise any error."""
+    return response.content[: 4 * _EXCERPT].decode(errors="replace")[:_EXCERPT]

@@ -145,10 +145,11 @@ _end_connection: ContextVar[Callable[[], None]] = ContextVar("end_connection")
 
 
 def limit_body(response: httpx2.Response) -> None:
-    """Refuse a compressed body, and let any other be read up to `MAX_REPLY_BYTES`."""
+    """Refuse a compressed body, and let any other be read as UTF-8 up to `MAX_REPLY_BYTES`."""
     import httpx2
 
     refuse_compression(response.headers)
+    response.encoding = "utf-8"  # a charset that the server names may take minutes to decode
     body = response.stream
     assert isinstance(body, httpx2.AsyncByteStream)
 
