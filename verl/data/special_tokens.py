@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import DataError
@@ -70,18 +70,28 @@ class SpecialText:
         """Return messages with special tokens marked in all of their fields except the roles."""
         return [
             {
-                key: value if key == "role" else self.mark(value, is_result=message["role"] not in _SPEAKERS)
+                key: value
+                if key == "role"
+                else self.mark(
+                    value,
+                    is_result=message["role"] not in _SPEAKERS,
+                    is_split=key == "content" and isinstance(value, (list, tuple)),
+                )
                 for key, value in message.items()
             }
             for message in messages
         ]
 
-    def mark(self, value: Any, *, is_result: bool = False) -> Any:
-        """Return text, or the texts in lists and mappings, with special tokens marked."""
+    def mark(self, value: Any, *, is_result: bool = False, is_split: bool = False) -> Any:
+        """Return text, or the texts in lists and mappings, with special tokens marked.
+
+        `is_split`: the chat template may join the texts, so the beginning of a token at the end of a text is marked.
+        """
+        mark = partial(self.mark, is_result=is_result, is_split=is_split)
         if isinstance(value, Mapping):
-            return {self.mark(k, is_result=is_result): self.mark(v, is_result=is_result) for k, v in value.items()}
+            return {mark(key): mark(each) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self.mark(each, is_result=is_result) for each in value]
+            return [mark(each) for each in value]
         if not isinstance(value, str):
             return value
         text, position = remove_marks(value), 0
@@ -90,7 +100,21 @@ class SpecialText:
             characters = characters or list(text)
             characters[found.start()] = self._marks[text[found.start()]]
             position = found.start() + 1  # the next token may overlap with this one
+        for start in self._find_beginnings(text) if is_split else ():
+            characters = characters or list(text)
+            characters[start] = self._marks[text[start]]
         return "".join(characters) or text
+
+    def _find_beginnings(self, text: str) -> list[int]:
+        """Return where special tokens begin that the next text may complete, if a template trims this one or not."""
+        starts = range(max(0, len(text) - 2 * max(map(len, self._tokens), default=0)), len(text))
+        ends = {text, text.rstrip()}
+        return [
+            start
+            for start in starts
+            if text[start] in self._marks
+            and any(end[start:] and token.startswith(end[start:]) for end in ends for token in self._tokens)
+        ]
 
     def show(self, text: str) -> str:
         """Return a rendered text without marks, for people."""
