@@ -66,7 +66,7 @@ class UserLoop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._calls: dict[Call, None] = {}  # in order
-        self._is_retired = False
+        self.is_retired = False  # accepts no further calls
         self._watching: asyncio.Task[bool] | None = None
         self._thread = threading.Thread(target=self._serve, name="user-code", daemon=True)
         self._thread.start()
@@ -74,6 +74,8 @@ class UserLoop:
     async def run(self, owner: str, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         """Return the result of a coroutine function. Raise `LoopBlockedError` if another call blocks the loop."""
         _refuse_if_stuck()
+        if self.is_retired:
+            raise LoopBlockedError(f"the event loop of {owner} was replaced, because other code blocked it")
         call = Call(owner)
         self._calls[call] = None
         work = self._track(call, function, *args, **kwargs)
@@ -135,15 +137,15 @@ class UserLoop:
 
     def retire(self) -> None:
         """End the thread when the last call has ended."""
-        self._is_retired = True
+        self.is_retired = True
         self._loop.call_soon_threadsafe(self._stop_if_done)
 
     def _stop_if_done(self) -> None:
-        if self._is_retired and not self._calls:
+        if self.is_retired and not self._calls:
             self._loop.stop()
 
     def _serve(self) -> None:
-        while not self._is_retired or self._calls:
+        while not self.is_retired or self._calls:
             with suppress(BaseException):  # a task that exits, or stops the loop, does not end it for others
                 self._loop.run_forever()
         with suppress(BaseException):
@@ -185,6 +187,11 @@ class UserCode:
         elif self._loop is None:
             self._loop = _shared = _shared or UserLoop()
         return await self._loop.run(self._owner, call_method, function, *args, **kwargs)
+
+    def leave_retired_loop(self) -> None:
+        """Run further calls elsewhere if the loop was replaced between two calls, which otherwise ends the episode."""
+        if self._loop is not None and self._loop.is_retired:
+            self._loop = None
 
 
 async def replace_blocked_loop(timeout_s: float = PING_S) -> bool:
@@ -231,6 +238,7 @@ async def close_quietly(
 ) -> None:
     """Call a method that releases something. Log its failure, which does not change the result of the episode."""
     name = getattr(method, "__qualname__", "close")
+    code.leave_retired_loop()
     try:
         await run_with_timeout(code.run(method, *args, **kwargs), timeout_s, name)
     except Exception as error:  # noqa: BLE001 - the user's code

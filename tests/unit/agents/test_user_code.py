@@ -199,6 +199,46 @@ async def test_a_callback_that_blocks_repeats_all_calls_of_its_loop() -> None:
     assert [type(each) for each in results] == [LoopBlockedError] * 2
 
 
+class Counting:
+    """An environment of one step, which counts how often one is closed."""
+
+    closed = 0
+
+    async def reset(self, row: dict[str, Any]) -> str:
+        return "Go."
+
+    async def step(self, reply: Any) -> tuple[str, float, bool]:
+        return "", 1.0, True
+
+    async def close(self) -> None:
+        type(self).closed += 1
+
+
+async def test_an_episode_between_two_calls_is_repeated_when_its_loop_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Counting, "closed", 0)
+    script, loops = ScriptedModel(lambda prompt: "yes"), list[user_code.UserLoop]()
+
+    async def generate(token_ids: list[int], sampling: SamplingParams) -> Any:
+        if not loops:
+            assert user_code._shared is not None
+            loops.append(user_code._shared)
+            monkeypatch.setattr(user_code, "_shared", None)
+            loops[0].replace()
+            await asyncio.to_thread(loops[0]._thread.join)
+        return await script.generate(token_ids, sampling)
+
+    config = agent_config()
+    episode = AgentEpisode(config, script.tokenizer)
+    episode._agents["tool_agent"] = EnvironmentAgent(config.actor_rollout_ref.rollout.multi_turn, Counting)
+    transcript = await episode(make_prompt(), generate, SAMPLING)
+    assert loops, "the loop was replaced"
+    assert transcript.failure is None
+    assert transcript.metrics["episode/attempts"] == 1.0
+    assert Counting.closed == 2, "the environment of the attempt that was given up is closed, too"
+
+
 class Endless:
     """Yields messages without end."""
 
