@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 TERMINATED = 128 + signal.SIGTERM
 OUT_OF_TIME = os.EX_TEMPFAIL
 """Exit codes of a run that has saved and stopped before its last step; it resumes when it is started again."""
+ONE_REQUEST_S = 1.0  # `timeout` signals the process and its group, Slurm a task and the `srun` that passes it on
 
 
 class StopController:
@@ -34,6 +36,7 @@ class StopController:
         self._ends_at, self._limit, self._margin_s, self._clock = ends_at, limit, margin_s, clock
         self._request_count = 0
         self._requested = asyncio.Event()
+        self._last_request = -math.inf
         self.is_starting = False  # there is nothing to save yet
         self._last = clock()
         self._longest_s = self._longest_save_s = 0.0
@@ -114,6 +117,7 @@ class StopController:
     def on_sigterm(self, say: Callable[[str], None]) -> Iterator[None]:
         """Stop after the step in progress on SIGTERM; cancel at once on a second one, or one during the start.
 
+        Signals that arrive within `ONE_REQUEST_S` of each other count as one.
         `say` tells the user that the signal has arrived. Only the main thread can handle signals: in another thread (a
         notebook) this does nothing.
         """
@@ -124,6 +128,9 @@ class StopController:
         assert task is not None
 
         def handle() -> None:
+            before, self._last_request = self._last_request, self._clock()
+            if self._last_request - before < ONE_REQUEST_S:
+                return
             self.request_stop()
             if self._request_count > 1 or self.is_starting:
                 self.exit_code = TERMINATED

@@ -82,7 +82,8 @@ def test_the_time_of_a_restart_does_not_count_as_a_step() -> None:
 
 
 async def test_sigterm_stops_after_the_step_and_a_second_one_at_once() -> None:
-    stopping = StopController()
+    clock = Clock()
+    stopping = StopController(clock=clock)
     with stopping.on_sigterm(print):
         assert stopping.reason() is None
         os.kill(os.getpid(), signal.SIGTERM)
@@ -90,6 +91,10 @@ async def test_sigterm_stops_after_the_step_and_a_second_one_at_once() -> None:
             await asyncio.sleep(0)
         assert stopping.reason() == "asked to stop (SIGTERM)"
         assert stopping.exit_code == TERMINATED == 143
+        os.kill(os.getpid(), signal.SIGTERM)  # the same request: `timeout` signals the process and its group
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+        clock.now += 2
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(asyncio.CancelledError):
             await asyncio.Event().wait()
