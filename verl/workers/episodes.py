@@ -28,6 +28,7 @@ from verl.agents.episode import (
     skip_scoring,
     weighted_sum,
 )
+from verl.child_process import keep_sigterm_blocked
 from verl.cluster.hangs.pending_calls import (
     DEFAULT_TIMEOUTS,
     MARGIN_S,
@@ -106,6 +107,7 @@ class EpisodeWorker:
         engines: EngineView,
         reward_models: Sequence[RemoteRewardModel] = (),
     ) -> None:
+        keep_sigterm_blocked()
         self._settings, self._engines, self._reward_models = settings, engines, reward_models
         config, shaping = settings.config, settings.config.reward.overlong_buffer
         self._scores_training = uses_task_rewards(config)

@@ -9,6 +9,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import TypeVar
 
+from verl.child_process import keep_sigterm_blocked
 from verl.cluster.actors import RemoteActor, kill_actor, use_accelerators
 from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, MARGIN_S, HeartbeatMonitor
 from verl.cluster.hangs.registry import report_restart
@@ -33,6 +34,7 @@ class RewardActor:
 
     def __init__(self, settings: RewardModelSettings, accelerators: str = "") -> None:
         """Hold the settings until `start`. `accelerators`: devices of other processes, for CUDA_VISIBLE_DEVICES."""
+        keep_sigterm_blocked()
         self._settings, self._accelerators = settings, accelerators
         self._model: RewardModel | None = None
         self._batcher: Batcher | None = None

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from verl.child_process import keep_sigterm_blocked
 from verl.cluster.actors import RemoteActor, use_accelerators
 from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, Progress, Timeouts
 from verl.config.rollout_engines import RolloutEngineSpec
@@ -43,6 +44,7 @@ class RolloutActor:
             python: The interpreter of another environment that runs the engine; None: this process runs it.
             accelerators: Those of other processes to use, as CUDA_VISIBLE_DEVICES names them.
         """
+        keep_sigterm_blocked()
         self._spec, self._settings, self._accelerators = spec, settings, accelerators
         self._external_modules, self._python = external_modules, python
         self._started_engine: RolloutEngine | None = None

@@ -11,6 +11,7 @@ from functools import cached_property, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
+from verl.child_process import keep_sigterm_blocked
 from verl.cluster.actors import ActorGroup, get_node_address
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, MARGIN_S, Timeouts
@@ -73,6 +74,7 @@ class BaseTrainWorker:
     _trained: Checkpointable
 
     def __init__(self, rank: int, world_size: int) -> None:
+        keep_sigterm_blocked()
         self._rank, self._world_size = rank, world_size
         self._listener: socket.socket | None = None
         self._profiler: StepProfiler | None = None
