@@ -47,15 +47,23 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A generated reply that is not part of the transcript yet."""
+class Request:
+    """The tokens of a request: `context` continues `parent`, or begins a branch."""
 
     key: str  # of the messages and schemas
-    schemas: Sequence[Schema]
-    parses_calls: bool
+    observation: int  # see `hash_observation`
     parent: Turn | None
     context: list[int]
     prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A generated reply that is not part of the transcript yet."""
+
+    request: Request
+    schemas: Sequence[Schema]
+    parses_calls: bool
     completion: Completion
 
 
@@ -126,24 +134,25 @@ class ChatModel:
                 "the chat template shows no known format of tool calls; set "
                 "actor_rollout_ref.rollout.multi_turn.format to that of the model"
             )
-        key, parent, context, prompt_tokens = await self._tokenize(messages, schemas)
-        known = [] if parent is None else parent.get_tokens()
-        limit = self._count_remaining(len(known) + len(context), prompt_tokens)
+        request = await self._tokenize(messages, schemas)
+        known = [] if request.parent is None else request.parent.get_tokens()
+        limit = self._count_remaining(len(known) + len(request.context), request.prompt_tokens)
         limit = limit if max_tokens is None else min(limit, max_tokens)
-        completion = await self._complete([*known, *context], limit)
-        return Draft(key, schemas, parse_calls, parent, context, prompt_tokens, completion)
+        completion = await self._complete([*known, *request.context], limit)
+        return Draft(request, schemas, parse_calls, completion)
 
     def record(self, draft: Draft) -> Reply:
         """Make a draft the next turn of the transcript."""
         self._require_open()
-        turn = self.transcript.add(draft.context, draft.completion, draft.parent, prompt_tokens=draft.prompt_tokens)
-        turn.state = hash_observation(draft.messages)
+        request, prompt_tokens = draft.request, draft.request.prompt_tokens
+        turn = self.transcript.add(request.context, draft.completion, request.parent, prompt_tokens=prompt_tokens)
+        turn.state = request.observation
         text = self._renderer.decode(turn.completion.token_ids, turn.completion.finish_reason)
         parsed = ParsedReply(text, ()) if self._parse is None else self._parse(text, draft.schemas)
         if parsed.calls and not (draft.schemas and draft.parses_calls):
             parsed = ParsedReply(text, ())
         message = write_message(text, parsed, len(self.transcript.turns))
-        self._replies[_extend_key(draft.key, message)] = Branch(turn, draft.prompt_tokens)
+        self._replies[_extend_key(request.key, message)] = Branch(turn, prompt_tokens)
         self._reply_keys.add(_write_key(message))
         return Reply(parsed.content, parsed.calls, message, turn.completion.finish_reason, turn)
 
@@ -155,9 +164,7 @@ class ChatModel:
         if self._is_closed:
             raise EpisodeLimitError("the episode has ended")
 
-    async def _tokenize(
-        self, messages: Sequence[Message], schemas: Sequence[Schema]
-    ) -> tuple[str, Turn | None, list[int], int]:
+    async def _tokenize(self, messages: Sequence[Message], schemas: Sequence[Schema]) -> Request:
         """Refuse messages that are certainly too long, and tokenize long ones off the worker's event loop."""
         size = count_characters(messages) + count_characters(schemas)
         if size > self._max_tokens * self._renderer.longest_token:
@@ -170,22 +177,19 @@ class ChatModel:
             except RecursionError:
                 raise InvalidRequestError("the messages are nested too deeply") from None
 
-    def _continue(
-        self, messages: Sequence[Message], schemas: Sequence[Schema]
-    ) -> tuple[str, Turn | None, list[int], int]:
-        """Return the key of the messages, the reply that they continue, if any, the new tokens, and the number of
-        prompt tokens."""
+    def _continue(self, messages: Sequence[Message], schemas: Sequence[Schema]) -> Request:
+        """Return the request that continues the last reply of this episode among the messages, or a new branch."""
         if not messages or messages[-1]["role"] == "assistant":
             raise InvalidRequestError("the last message must not come from the assistant")
-        prepared, keys = prepare_messages(messages), list_keys(messages, schemas)
+        prepared, keys, seen = prepare_messages(messages), list_keys(messages, schemas), hash_observation(messages)
         if not self._branch_per_turn:
             for index in range(len(messages) - 1, 0, -1):
                 if (branch := self._replies.get(keys[index - 1])) is not None:
                     ids = branch.turn.completion.token_ids
                     context = self._renderer.render_next(prepared[index:], ids[-1] if ids else None, schemas)
-                    return keys[-1], branch.turn, context, branch.prompt_tokens
+                    return Request(keys[-1], seen, branch.turn, context, branch.prompt_tokens)
         context = self._renderer.render_prompt(prepared, schemas)
-        return keys[-1], None, context, self._count_prompt(messages, schemas, len(context))
+        return Request(keys[-1], seen, None, context, self._count_prompt(messages, schemas, len(context)))
 
     def _count_prompt(self, messages: Sequence[Message], schemas: Sequence[Schema], tokens: int) -> int:
         """Return the number of prompt tokens of a new branch: the tokens before the first reply of this episode."""
