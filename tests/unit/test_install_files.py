@@ -101,7 +101,7 @@ def test_ci_installs_complete_pins() -> None:
     assert "install --no-deps --require-hashes -r constraints-hashed.txt" in read(".ci/setup")
 
 
-@pytest.mark.parametrize("name", ["constraints-hashed.txt", ".github/tools.txt"])
+@pytest.mark.parametrize("name", ["constraints-hashed.txt", ".github/docs.txt", ".github/tools.txt"])
 def test_every_hashed_pin_has_hashes(name: str) -> None:
     entries = re.findall(r"^([\w.-]+)==\S+((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", read(name), re.MULTILINE)
     lines = [line for line in read(name).splitlines() if not line.startswith((" ", "#"))]
@@ -109,8 +109,12 @@ def test_every_hashed_pin_has_hashes(name: str) -> None:
 
 
 def test_hashed_pins_are_the_pins() -> None:
-    hashed = dict(re.findall(r"^([\w.-]+)==(\S+)", read("constraints-hashed.txt"), re.MULTILINE))
+    hashed, docs = (
+        dict(re.findall(r"^([\w.-]+)==(\S+)", read(name), re.MULTILINE))
+        for name in ("constraints-hashed.txt", ".github/docs.txt")
+    )
     assert hashed == {name.lower(): version for name, version in read_pins("constraints.txt").items()}
+    assert docs == {name: hashed[name] for name in docs}
 
 
 def test_only_python_versions_that_are_tested_are_declared() -> None:

@@ -60,7 +60,9 @@ def test_a_release_is_built_signed_and_published_by_jobs_with_least_rights() -> 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_install_only_packages_with_hashes(workflow: Path) -> None:
     installs = re.findall(r"pip install (.*)", workflow.read_text(encoding="utf-8"))
-    assert all("--require-hashes" in line or "constraints-hashed.txt" in line for line in installs)
+    assert all(re.match(r"--(no-deps --)?require-hashes -r \S+$", line) for line in installs), (
+        "a constraints file with hashes refuses packages that a command names without a version"
+    )
 
 
 def test_vulnerabilities_are_looked_for_every_week() -> None:
