@@ -40,6 +40,8 @@ _MARKS = r"[\s*_#>`\"'.:=\[\](){}$\\-]*"
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _SCORE = re.compile(rf"{_MARKS}(?P<label>{_LABEL})?{_MARKS}?{_NUMBER}(?:\s*(?:/|out of)\s*{_NUMBER})?{_MARKS}", re.I)
 _FENCED = re.compile(r"\s*```(?:json)?\s*(\{.*\})\s*```\s*", re.DOTALL)
+_SPECIAL_TOKEN = re.compile(r"<(?=[|｜]|/?s>|bos>|eos>|(?:start|end)_of_turn>)|\[(?=/?INST\])")  # the first character
+_ZERO_WIDTH_SPACE = "\u200b"
 _MAX_VERDICT = 200  # characters
 _FIX = "ask for this form in prompt=..., or allow longer replies with options={max_tokens: 2048}"
 
@@ -133,7 +135,8 @@ def _find_verdict(reply: str) -> str:
 def _fill_prompt(prompt: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any], key: str) -> str:
     """Return the template with its fields filled in one pass, so that fields inside a response stay as they are.
 
-    A response cannot close the marks around it, and write what looks like the rest of the prompt.
+    A response cannot close the marks around it, and write what looks like the rest of the prompt. Special tokens that
+    fields spell get a zero-width space: the server would read them as tokens that end the turn.
     """
     marks = "|".join(re.findall(r"</(\w+)>", prompt))
     shown = re.sub(rf"<(?=\s*/\s*(?:{marks})\s*>)", "&lt;", response, flags=re.I) if marks else response
@@ -146,6 +149,7 @@ def _fill_prompt(prompt: str, response: str, ground_truth: Any, extra_info: Mapp
                 "reward_kwargs.question_key to one of its entries, or to raw_prompt for the prompt itself"
             )
         values["question"] = question if isinstance(question, str) else _format_messages(question)
+    values = {name: _SPECIAL_TOKEN.sub(rf"\g<0>{_ZERO_WIDTH_SPACE}", text) for name, text in values.items()}
     return re.sub(r"\{(question|answer|ground_truth)\}", lambda match: values[match[1]], prompt)
 
 
