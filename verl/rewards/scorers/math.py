@@ -38,7 +38,9 @@ _UNEVALUATED = ("Sum", "Product", "Integral", "Limit", "Derivative")
 _BASE = re.compile(r"\d\s*_\s*\{?\s*(\d+)")
 _SPACE = r"(?:\s|~|\\[,;:! ])+"
 _DIGIT_GROUPS = re.compile(rf"(?<![\d.,^_])\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!{_SPACE}?\d)")
-_ADJACENT_NUMBERS = re.compile(rf"\d{_SPACE}\d")  # a product or a mixed number for math-verify: 1 0 is 0, 10 20 is 30
+_SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)")  # as LaTeX reads it: each argument is one digit
+# A product or a mixed number for math-verify: 1 0 is 0, 10 20 is 30. After an exponent of one digit it is a product.
+_ADJACENT_NUMBERS = re.compile(rf"(?<!\^)\d{_SPACE}\d|\d{_SPACE}0")
 _TOO_LARGE = re.compile(r"binom\s*\{[^{}]*(?:\d{6}|binom)|sqrt\s*\[[^]]*(?:\d{4}|[!^\\])|(?:gcd|lcm).*[!^]")
 
 
@@ -124,6 +126,7 @@ def _parse(answer: str) -> _Answer:
     text = " ".join(answer.replace("$", " ").split())
     is_percent = re.search(r"%\W*$", text) is not None
     text = re.sub(r"\s*\\?%", "", text)  # math-verify 0.9 fails silently on a percent sign
+    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _DIGIT_GROUPS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     if _ADJACENT_NUMBERS.search(text):
         return _Answer(text, None, is_percent)

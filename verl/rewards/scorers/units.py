@@ -15,6 +15,7 @@ _NAMES = {
 }
 _UNITS = {name: unit for unit, names in _NAMES.items() for name in (unit, *names.split())}
 _UNITS |= {f"{name}s": unit for name, unit in _UNITS.items() if len(name) > 3 and not name.endswith("s")}
+_PARTS = {"mph": (("mi", 1), ("h", 1)), "kph": (("km", 1), ("h", 1)), "ml": (("cm", 3),)}  # other names of units
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _TEXT_COMMAND = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|rm|operatorname)\b")
 _OTHER_COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)|[{}~$]")
@@ -38,4 +39,5 @@ def read_unit(answer: str) -> Unit | None:
     units = [(_UNITS.get(part[2]) or _UNITS.get(part[2].lower()), part) for part in found if part is not None]
     if len(units) < len(parts) or any(unit is None for unit, _ in units):
         return None
-    return tuple((str(unit), int(part[3] or _POWERS.get(part[1] or "", 1))) for unit, part in units)
+    powers = [(str(unit), int(part[3] or _POWERS.get(part[1] or "", 1))) for unit, part in units]
+    return tuple((name, of_part * power) for unit, power in powers for name, of_part in _PARTS.get(unit, ((unit, 1),)))
