@@ -25,6 +25,7 @@ from verl.config.schema.root import Config
 from verl.data.files import Rows
 from verl.data.inspection import DataInspector, InspectionReport, RowPreview
 from verl.errors import ConfigError, DataError
+from verl.redaction import show_controls
 
 if TYPE_CHECKING:
     from verl.sft.examples import Example
@@ -147,9 +148,23 @@ def _open_tokenizer(config: Config) -> tuple[Any, list[dict[str, Any]]]:
     return tokenizer, open_agents(config, tokenizer).list_schemas() if has_turns else []
 
 
+class _DataConsole(Console):
+    """Shows control characters, with which the contents of a file could change the terminal."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*map(_show_controls, objects), **options)
+
+
+def _show_controls(content: str | Text) -> str | Text:
+    if isinstance(content, str):
+        return show_controls(content)
+    content.plain = show_controls(content.plain)
+    return content
+
+
 def open_console(**options: Any) -> Console:
     """Return a console that prints text as it is: without markup, and lines of any length."""
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, **options)
+    return _DataConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, **options)
 
 
 def show_rows(data: DataInspector, out: Console, rows: Sequence[int], *, whole: bool) -> None:

@@ -51,6 +51,7 @@ _LOGIN = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]+://)(?P<user>[^\s/?#@:]*)(?
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 _CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}  # reorder a line
+_PICTURES = {code: chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd" for code in _CONTROLS}
 
 _known: set[str] = set()
 
@@ -80,6 +81,15 @@ def escape_controls(text: str) -> str:
     'red \\x1b]0;title\\x07'
     """
     return _COLOR.sub("", text).translate(_CONTROLS)
+
+
+def show_controls(text: str) -> str:
+    r"""Return text of the same length with visible control characters, other than newlines and tabs.
+
+    >>> show_controls("\x1b[31mred")
+    '␛[31mred'
+    """
+    return text.translate(_PICTURES)
 
 
 def remember(tree: Any, name: str = "") -> None:

@@ -17,7 +17,7 @@ import rich.console
 from rich.live import Live
 from rich.text import Text
 
-from verl.redaction import redact
+from verl.redaction import redact, show_controls
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Console:
 
     def _render_stages(self) -> Text:
         frame = _SPINNER[int(time.monotonic() * _SPINNER_HZ) % len(_SPINNER)]
-        text = "; ".join(map(str, [*self._stages]))
+        text = show_controls("; ".join(map(str, [*self._stages])))
         return Text(f"{frame} {text}", style="cyan", no_wrap=True, overflow="ellipsis")
 
     def banner(self, text: str, title: str = "") -> None:
@@ -203,6 +203,7 @@ class Console:
         return [column for column in columns if column in shown]
 
     def _write(self, line: Text) -> None:
+        line.plain = show_controls(line.plain)  # names of metrics may come from rows
         try:
             self._out.print(line, soft_wrap=True)  # never folded
         except OSError as error:

@@ -270,3 +270,11 @@ def test_on_a_terminal_only_what_should_stand_out_does(tmp_path: Path, tokenizer
     assert "\x1b[2m│ \x1b[0ma b\x1b[1;35m<|end|>" in text
     assert '\x1b[1mground_truth  \x1b[0m"4"' in text
     assert f"\x1b[1;31m✗ \x1b[0m{tmp_path / 'a.jsonl'}, line 2: the prompt is an empty string" in text
+
+
+def test_control_characters_of_rows_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    hostile = "\x1b]0;title\x07\x9b2J"
+    data = look(write(tmp_path / "a.jsonl", [good(f"2+2{hostile}", data_source=hostile)]))
+    text = shown(data, report(data))
+    assert "2+2␛]0;title" in text
+    assert not set("\x1b\x07\x9b") & set(text)

@@ -166,3 +166,18 @@ def test_a_stage_is_a_line_in_a_file_and_a_spinner_with_progress_on_a_terminal()
     before = terminal.getvalue()
     time.sleep(0.4)
     assert terminal.getvalue() == before, "nothing is drawn after the last stage"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_control_characters_do_not_reach_the_terminal(terminal: bool) -> None:
+    out = io.StringIO()
+    console = Console(10, rich.console.Console(file=out, force_terminal=terminal, color_system=None, width=200))
+    hostile = "\x1b]0;title\x07\x9b2J\x7f"
+    with console.stage(hostile):
+        console.validation({f"val/{hostile}": 0.5}, 1)
+        console.banner("sizes", hostile)
+    assert "]0;title" in out.getvalue()
+    shown = out.getvalue()
+    for sequence in ("\x1b]0", "\x07", "\x9b", "\x7f"):
+        assert sequence not in shown
+    assert " 0.500" in shown
