@@ -30,6 +30,10 @@ NAMES = {"data.seed", "trainer.faults.retries"}
         ("[verl/types.py](../../verl/types.py)", "`verl/types.py`"),
         ("[log](../../CHANGELOG.md)", "[log](../changelog.md)"),
         ("[how](../../CONTRIBUTING.md#style)", "[how](../contributing.md#style)"),
+        ("[sums](../../examples/smollm2/sums.py)", "[sums](../examples/smollm2.md#sums.py)"),
+        ("[examples](../../examples/sft)", "[examples](../examples/sft.md)"),
+        ("`examples/agents/`", "[`examples/agents/`](../examples/agents.md)"),
+        ("`examples/none`", "`examples/none`"),
     ],
 )
 def test_a_link_that_leaves_docs_becomes_a_page_or_a_path(markdown: str, expected: str) -> None:
@@ -53,11 +57,25 @@ def test_other_links_stay(markdown: str) -> None:
 
 
 def test_with_an_address_of_the_repository_files_and_folders_are_links() -> None:
-    text = "[code](../verl/types.py) [examples](../examples/sft)"
+    text = "[code](../verl/types.py) [tests](../tests/unit)"
     address = "https://host.example/verl"
     assert hooks.rewrite_links(text, "data.md", f"{address}/") == (
-        f"[code]({address}/blob/main/verl/types.py) [examples]({address}/tree/main/examples/sft)"
+        f"[code]({address}/blob/main/verl/types.py) [tests]({address}/tree/main/tests/unit)"
     )
+
+
+def test_a_page_of_examples_has_each_file_below_its_name() -> None:
+    folder = hooks.ROOT / "examples/smollm2"
+    page = hooks.render_examples("examples/smollm2", [folder / "sums.py"])
+    assert page.startswith("# examples/smollm2\n\n## sums.py { #sums.py }\n\n~~~~python\n")
+    assert (folder / "sums.py").read_text(encoding="utf-8").rstrip() in page
+
+
+def test_cells_of_wide_tables_know_their_headings() -> None:
+    row = "<tr>\n<td>1</td>\n<td>2</td>\n<td>3</td>\n</tr>"
+    table = f"<table><tr><th>a</th><th><code>b</code></th><th>c</th></tr>{row}</table>"
+    assert '<td data-label="b">2</td>' in hooks.label_cells(table)
+    assert hooks.label_cells(table.replace("<th>c</th>", "")) == table.replace("<th>c</th>", "")
 
 
 def test_links_of_a_page_at_the_root_are_relative_to_the_root() -> None:
