@@ -1,6 +1,8 @@
 """A tool: the model looks up prices that it cannot know, and is rewarded for the right sum.
 
-python examples/agents/tool.py [MODEL]
+python examples/agents/tool.py [MODEL] [--small]
+
+`--small`: two small steps of a smaller model, on a laptop.
 """
 
 import random
@@ -40,6 +42,10 @@ def make_rows(count: int) -> list[dict]:
 
 
 if __name__ == "__main__":
-    model = sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen2.5-1.5B-Instruct"
+    arguments = [argument for argument in sys.argv[1:] if argument != "--small"]
+    is_small = "--small" in sys.argv
+    model = arguments[0] if arguments else f"Qwen/Qwen2.5-{'0.5' if is_small else '1.5'}B-Instruct"
     config = TrainingConfig(batch_size=32, total_steps=50)
+    if is_small:
+        config = TrainingConfig(batch_size=4, group_size=4, total_steps=2)
     GRPOTrainer(model, config=config, tools=[price], reward=reward, prompts=make_rows(1600)).train()

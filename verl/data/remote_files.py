@@ -1,4 +1,7 @@
-"""Data files at an address (`hf://`, `s3://`, `https://`, ...): each version is copied to this machine once."""
+"""Data files at an address (`hf://`, `s3://`, `https://`, ...): each version is copied to this machine once.
+
+Those of `reasoning_gym://` are generated.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from verl.data import reasoning_gym
 from verl.errors import DataError
 from verl.private_files import make_folder
 
-_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
+_ADDRESS = re.compile(r"[a-z][a-z0-9+._-]*://")
 _HUB = "hf://datasets/USER/NAME/FILE.parquet"
 
 
@@ -30,8 +34,10 @@ def fetch_files(address: str, cache: Path | None = None) -> list[Path]:
     """
     import httpx
 
-    system, path = _connect(address)
     cache = cache or Path("~/.cache/verl/files").expanduser()
+    if address.startswith(reasoning_gym.SCHEME):
+        return [reasoning_gym.generate_file(address, cache)]
+    system, path = _connect(address)
     try:
         names = sorted(system.glob(path)) if glob.has_magic(path) else [path]
         if not names:

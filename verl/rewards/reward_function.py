@@ -45,11 +45,12 @@ _MODULES = {
     "qa": ["nq", "squad", "rajpurkar/squad", "hotpotqa", "trivia_qa", "searchR1_nq"],
     "code": ["code", "taco", "apps", "codecontests", "codeforces", "mbpp", "humaneval"],
     "json_schema": ["json_schema"],
+    "reasoning_gym": ["reasoning_gym/*"],
 }
 BUILTIN_SCORERS: dict[str, str] = {
     source: f"verl.rewards.scorers.{module}" for module, sources in _MODULES.items() for source in sources
 }
-"""Data source -> module of its `compute_score`, for runs without a user function."""
+"""Data source, or the first part of it -> module of its `compute_score`, for runs without a user function."""
 
 _CHECKED = {"verl.rewards.scorers.code"}  # scorers with a `check_requirements`
 _SETTING = "reward.custom_reward_function"
@@ -185,9 +186,15 @@ def resolve_scorer(config: Config, data_source: str) -> str | None:
 def describe_scorer(data_source: str, settings: RewardFunctionSettings) -> str | None:
     """Return the name of what scores the rows of a data source, for messages; None if nothing does. Loads nothing."""
     paths = [part.get("path") for part in settings.functions] if settings.functions else [settings.path]
-    if None in paths and data_source not in BUILTIN_SCORERS:
+    builtin = find_builtin(data_source)
+    if None in paths and builtin is None:
         return None
-    return BUILTIN_SCORERS[data_source] if paths == [None] else settings.label
+    return builtin if paths == [None] else settings.label
+
+
+def find_builtin(data_source: str) -> str | None:
+    """Return the module of the built-in scorer of a data source, None if there is none."""
+    return BUILTIN_SCORERS.get(data_source) or BUILTIN_SCORERS.get(f"{data_source.partition('/')[0]}/*")
 
 
 def explain_no_scorer(data_source: str) -> str:
@@ -220,9 +227,9 @@ def _load_function(settings: RewardFunctionSettings, path: str | None, name: str
 
 
 def _load_builtin(data_source: str, builtin_kwargs: Mapping[str, Mapping[str, Any]]) -> Scorer:
-    if data_source not in BUILTIN_SCORERS:
+    module = find_builtin(data_source)
+    if module is None:
         raise RewardError(explain_no_scorer(data_source))
-    module = BUILTIN_SCORERS[data_source]
     return partial(importlib.import_module(module).compute_score, **builtin_kwargs.get(module, {}))
 
 

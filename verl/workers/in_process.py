@@ -47,7 +47,7 @@ from verl.data.prompts import iter_rows
 from verl.errors import ConfigError, EngineError, RewardError
 from verl.models.stop_tokens import list_stop_tokens
 from verl.rewards.pool.pool import InProcessRewards
-from verl.rewards.reward_function import BUILTIN_SCORERS, explain_no_scorer
+from verl.rewards.reward_function import explain_no_scorer, find_builtin
 from verl.rewards.settings import RewardFunctionSettings
 from verl.rollout.engine import load_weights, make_engine
 from verl.rollout.settings import RolloutEngineSettings
@@ -210,7 +210,7 @@ class RolloutWorker:
         raw = fields.pop("prompt")
         [tokens] = encode_prompts(self.tokenizer, [raw], {})
         reward_fields = extract_reward_fields(fields)
-        if self._reward is None and reward_fields["data_source"] not in BUILTIN_SCORERS:
+        if self._reward is None and find_builtin(reward_fields["data_source"]) is None:
             raise RewardError(
                 f"prompts[{index}]: nothing can score its responses; pass a reward function: "
                 f"RolloutWorker(..., reward=my_function). {explain_no_scorer(reward_fields['data_source'])}"

@@ -39,7 +39,7 @@ from verl.data.validate import MOST_SHOWN, find_data_warnings
 from verl.errors import ConfigError, DataError, RewardError
 from verl.models.model_support import family_note, packing_length_problem
 from verl.models.stop_tokens import find_stop_tokens
-from verl.rewards.reward_function import BUILTIN_SCORERS, explain_no_scorer, resolve_scorer
+from verl.rewards.reward_function import explain_no_scorer, find_builtin, resolve_scorer
 from verl.rewards.scorers import code
 from verl.workers.episodes import DatasetSettings
 
@@ -155,7 +155,7 @@ def read_data(config: Config) -> RunData:
         if unknown and uses_reward_function(config) and (split != "train" or uses_task_rewards(config)):
             others = f". The same holds for {', '.join(map(repr, unknown[1:6]))}" if len(unknown) > 1 else ""
             raise RewardError(f"{dataset.report.name}: {explain_no_scorer(unknown[0])}{others}")
-        if may_score_code(config) and any(BUILTIN_SCORERS.get(source) == code.__name__ for source in sources):
+        if may_score_code(config) and any(find_builtin(source) == code.__name__ for source in sources):
             sandbox = config.reward.sandbox
             code.check_requirements(sandbox_url=sandbox.url, require=sandbox.require)
     if agents is not None:
