@@ -4,7 +4,8 @@ make show-tools [ARGS=--short]
 
 A small model has seen conversations that mix guesses, right calls and wrong ones. GRPO then trains it on the reward of
 naming the secret, through Ray, FSDP2 and vLLM. Held: without the tool its accuracy is at chance, 1 of 10; with it, at
-least 0.9 after RL, from at most 0.6; and of 100 episodes the invalid calls fall to less than half.
+least 0.9 after RL, from at most 0.6; and the invalid calls per
+episode fall to less than half, from the first 5 steps to the last 5.
 
 `--short` (CI): fewer steps, and a rise of 0.15.
 """
@@ -15,6 +16,7 @@ import argparse
 import random
 import tempfile
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from _common import finish, metrics_of, train  # isort: skip - puts tests/ on the path
@@ -26,6 +28,7 @@ from _lookup_tool import lookup
 KEYS = ("red", "blue", "green", "gold", "pink", "gray", "teal", "lime")
 TOOL_FILE = Path(__file__).with_name("_lookup_tool.py")
 VALIDATION = 256
+COMPARED = 5  # steps at the start and at the end; one step alone varies by chance
 CHANCE = 0.1
 WITHOUT_TOOL = 0.2  # of the conversations of the warm-up
 GUESSES, RIGHT_CALLS = 0.45, 0.30  # of those with the tool; in the others the first call is wrong
@@ -123,10 +126,11 @@ def main() -> None:
     if code != 0 or len(with_tool) < 2 or not invalid:
         finish("tools", False, exit_code=code, accuracy=with_tool, keys=sorted({key for line in lines for key in line}))
     at_chance = max(without) <= CHANCE + 0.08  # 4 standard errors of a share of 0.1 among 256
+    first, last = mean(invalid[:COMPARED]), mean(invalid[-COMPARED:])
     if short:
         learned = with_tool[-1] - with_tool[0] >= 0.15
     else:
-        learned = with_tool[0] <= 0.6 and with_tool[-1] >= 0.9 and invalid[-1] < 0.5 * invalid[0]
+        learned = with_tool[0] <= 0.6 and with_tool[-1] >= 0.9 and last < 0.5 * first
     finish(
         "tools",
         learned and at_chance,
@@ -134,7 +138,7 @@ def main() -> None:
         steps=steps,
         accuracy=[round(value, 3) for value in with_tool],
         without_tool=[round(value, 3) for value in without],
-        invalid_calls=[round(value, 3) for value in (invalid[0], invalid[-1])],
+        invalid_calls=[round(value, 3) for value in (first, last)],
         seconds=round(watch.seconds()),
     )
 

@@ -104,7 +104,8 @@ def prints_no_hints_for_short_names(trial: Trial) -> bool:
 
 def reports_mistakes_from_python_in_few_lines(trial: Trial) -> bool:
     session = trial.python("python_mistake", GRPO.format(more='settings={"trainer.sed": 3}'))
-    return "did you mean trainer.seed" in session.text and len(session.text.strip().splitlines()) < 12
+    lines = [line for line in session.text.splitlines() if line.strip() and not re.match("[\u2800-\u28ff]", line)]
+    return "did you mean trainer.seed" in session.text and len(lines) < 12  # without the frames of the spinner
 
 
 def keeps_the_run_of_an_earlier_program(trial: Trial) -> bool:
