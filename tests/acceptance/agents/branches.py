@@ -183,7 +183,7 @@ class Case:
                 clip_cov_ratio=0.2,
                 kl_cov_ratio=0.2,
                 dpo_beta=0.3,
-                off_policy_mask_threshold=0.1 if self.off_policy_mask else None,
+                off_policy_mask_threshold=-0.2 if self.off_policy_mask else None,
             ),
             agg_mode=self.mode,
             scale=50.0,
