@@ -20,10 +20,15 @@ _FILE = "VERL_ROTATED_FILE"
 
 
 def current_group() -> int:
-    """Return the group of this commit; 0 outside a Git repository."""
+    """Return the group of this commit."""
+    return count_commits() % GROUPS
+
+
+def count_commits() -> int:
+    """Return the number of commits; 0 outside a Git repository."""
     command = ["git", "rev-list", "--count", "HEAD"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return int(done.stdout) % GROUPS if done.returncode == 0 else 0
+    return int(done.stdout) if done.returncode == 0 else 0
 
 
 def rotate_rest(group: int, cases: Sequence[Any], *, keep: int = 1) -> list[Any]:

@@ -27,7 +27,7 @@ ROTATION = (
     ("kills", "families", "sleep", "step", "trl", "vocabulary", "unearned", "first_contact"),
     ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading"),
     ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge"),
-    ("distillation", "reward_overlap", "poison", "reshard", "load", "tools", "sandbox"),
+    ("distillation", "reward_overlap", "poison", "reshard", "load", "tools", "sandbox", "combinations"),
     ("trust", "stall", "real_model", "tp", "sync", "bandits", "episodes", "hostile_agents"),
     ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel", "game", "scale"),
 )
