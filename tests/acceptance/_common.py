@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,7 +11,10 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
+ENDING_S = 60.0
 REWARDS = Path(__file__).with_name("_rewards.py")
 sys.path.insert(0, str(ROOT / "tests"))  # for what proofs and tests share
 os.environ.setdefault("RAY_ADDRESS", "local")  # a cluster of its own, whatever else runs on this machine
@@ -20,6 +24,26 @@ def finish(name: str, passed: bool, **figures: Any) -> NoReturn:
     """The last line of a proof, and its exit code."""
     print(json.dumps({"name": name, **figures, "pass": bool(passed)}), flush=True)
     sys.exit(0 if passed else 1)
+
+
+def skip(name: str, reason: str) -> NoReturn:
+    """The last line and the exit code of a proof that cannot run on this machine. This is not a pass."""
+    print(json.dumps({"name": name, "skipped": reason, "pass": False}), flush=True)
+    sys.exit(os.EX_UNAVAILABLE)
+
+
+def left_behind(mark: str) -> list[str]:
+    """Return processes with a variable of this name that are still alive a while later."""
+    until = time.monotonic() + ENDING_S
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if mark in process.environ():
+                    found.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(1)
 
 
 def train(*overrides: str, deadline_s: float, config: str | None = None) -> tuple[int, Stopwatch]:

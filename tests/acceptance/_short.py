@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
@@ -25,7 +26,7 @@ from rotation import current_group, record_left  # noqa: E402
 
 ROTATION = (
     ("kills", "families", "sleep", "step", "trl", "vocabulary", "unearned", "first_contact"),
-    ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading"),
+    ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading", "slurm"),
     ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge"),
     ("distillation", "reward_overlap", "poison", "reshard", "load", "tools", "sandbox", "combinations"),
     ("trust", "stall", "real_model", "tp", "sync", "bandits", "episodes", "hostile_agents"),
@@ -41,6 +42,11 @@ class Result:
     seconds: float
     passed: bool
     output: str
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the script said that it cannot run on this machine."""
+        return not self.passed and isinstance(read_figures(self).get("skipped"), str)
 
     @property
     def figures(self) -> str:
@@ -63,10 +69,13 @@ def main() -> None:
             print(result.figures if result.passed else result.output, flush=True)
     print(f"\n{'script':<18}{'seconds':>8}")
     for result in sorted(results, key=lambda result: -result.seconds):
-        print(f"{result.name:<18}{result.seconds:>8.0f}{'' if result.passed else '  FAILED'}")
+        verdict = "" if result.passed else "  SKIPPED" if result.is_skipped else "  FAILED"
+        print(f"{result.name:<18}{result.seconds:>8.0f}{verdict}")
     record_left(f"show-{name.replace('_', '-')}" for name in set(scripts()) - set(names))
-    failed = [result for result in results if not result.passed]
-    print(f"{len(results) - len(failed)} passed, {len(failed)} failed, {time.monotonic() - start:.0f} s in all")
+    skipped = [result for result in results if result.is_skipped]
+    failed = [result for result in results if not (result.passed or result.is_skipped)]
+    passed = len(results) - len(failed) - len(skipped)
+    print(f"{passed} passed, {len(skipped)} skipped, {len(failed)} failed, {time.monotonic() - start:.0f} s in all")
     for result in failed:  # again at the end: logs of CI are often cut
         print(f"FAILED {result.name}: {result.figures[-2000:]}")
     sys.exit(bool(failed))
@@ -92,11 +101,15 @@ def run(name: str) -> Result:
 
 def is_a_pass(result: Result) -> bool:
     """A script that ends with code 0 has also to say that it passed, in JSON and under its own name."""
-    try:
-        figures = json.loads(result.figures)
-    except ValueError:
-        return False
+    figures = read_figures(result)
     return result.passed and figures.get("pass") is True and figures.get("name", "").startswith(result.name)
+
+
+def read_figures(result: Result) -> dict[str, Any]:
+    try:
+        return json.loads(result.figures)
+    except ValueError:
+        return {}
 
 
 if __name__ == "__main__":

@@ -107,3 +107,12 @@ def test_a_script_that_ends_well_without_its_verdict_has_failed() -> None:
     assert not is_a_pass(result("torn", 1.0, True, ""))
     assert not is_a_pass(result("torn", 1.0, True, verdict.replace("true", "false")))
     assert not is_a_pass(result("merge", 1.0, True, verdict))
+
+
+def test_a_script_that_cannot_run_here_has_neither_passed_nor_failed() -> None:
+    result = RUNNER["Result"]
+    verdict = '{"name": "slurm", "skipped": "no Slurm", "pass": false}'
+    assert result("slurm", 1.0, False, verdict).is_skipped
+    assert not RUNNER["is_a_pass"](result("slurm", 1.0, True, verdict))
+    assert not result("slurm", 1.0, False, "Traceback").is_skipped
+    assert not result("drift", 1.0, False, '{"name": "drift", "skipped": ["one case"], "pass": false}').is_skipped

@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 import torch
-from _common import ROOT, finish, metrics_of, sized_for_addition
+from _common import ROOT, finish, left_behind, metrics_of, sized_for_addition
 
 from verl.checkpoint.shards import read_tensors
 from verl.demo.assets import make_assets
@@ -41,7 +41,6 @@ RECOVERY_S = 900.0
 ENGINES = ("engine process", "rollout actor")
 TOKEN = secrets.token_hex(32)
 MARK = f"VERL_SHOW_{secrets.token_hex(8)}"
-ENDING_S = 60.0
 NODE, NODE_FOR_GOOD = "node", "node for good"
 IGNORED = ("time", "timing_s/", "perf/", "faults/")
 PROOF = "weights/probe_gap"
@@ -102,7 +101,7 @@ def main() -> None:
                     play(Disturbed(folder, f"run-{len(runs)}", cluster, wanted, chance, engines=engines))
     kills = [kill for run in runs for kill in run.kills]
     recovered = [kill for kill in kills if kill.recovered_s is not None]
-    left, spared = left_behind(), sorted({*victims} - {kill.victim for kill in kills})
+    left, spared = left_behind(MARK), sorted({*victims} - {kill.victim for kill in kills})
     as_promised = all(run.has_finished and not run.differences for run in runs)
     finish(
         "kills",
@@ -118,20 +117,6 @@ def main() -> None:
         victims_not_found=spared,
         processes_left=left,
     )
-
-
-def left_behind() -> list[str]:
-    """Processes of the runs that are still alive a while after them."""
-    until = time.monotonic() + ENDING_S
-    while True:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if MARK in process.environ():
-                    found.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
-        if not found or time.monotonic() > until:
-            return found
-        time.sleep(1)
 
 
 class Disturbed:
