@@ -97,6 +97,7 @@ def test_a_ground_truth_that_is_not_a_schema_is_an_error(schema: object) -> None
     assert "write it as JSON text" in str(raised.value)
 
 
+SLOW = {"^(a|a)*$": {}}  # 28 letters take about a minute without a timeout
 TREE = {"type": "array", "items": {"$ref": "#"}}
 
 
@@ -109,9 +110,14 @@ TREE = {"type": "array", "items": {"$ref": "#"}}
             {"type": "object", "patternProperties": {"^(a|a)*$": {}}, "additionalProperties": False},
             json.dumps({"a" * 60 + "!": 1}),
         ),
+        ({"additionalProperties": False, "patternProperties": SLOW}, json.dumps({"a" * 28 + "!": 1})),
+        (
+            {"unevaluatedProperties": False, "$ref": "#/$defs/a", "$defs": {"a": {"patternProperties": SLOW}}},
+            json.dumps({"a" * 28 + "!": 1}),
+        ),
         ({"type": "number", "multipleOf": 0.01}, "1" + "0" * 4000),
     ],
-    ids=["deep", "pattern", "key", "number"],
+    ids=["deep", "pattern", "key", "additional", "unevaluated", "number"],
 )
 def test_a_response_that_is_too_deep_or_slow_to_check_scores_zero(schema: object, text: str) -> None:
     start = time.process_time()

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from verl.errors import RewardError
@@ -58,6 +59,7 @@ def _validator(data_source: str, text: str) -> Any:
     from jsonschema.validators import extend, validator_for
     from referencing import Registry
 
+    _limit_time_of_patterns()
     try:
         schema = json.loads(text)
         kind = validator_for(schema)
@@ -83,6 +85,18 @@ def _check_pattern_properties(validator: Any, patterns: Any, value: Any, schema:
             for key, each in value.items():
                 if _search(pattern, key):
                     yield from validator.descend(each, subschema, path=key, schema_path=pattern)
+
+
+def _limit_time_of_patterns() -> None:
+    """Match the patterns of additionalProperties and unevaluatedProperties with a timeout; calling it again is a no-op.
+
+    jsonschema 4 searches by the module `re` in functions that several keywords share, so that a slow pattern hangs.
+    Remove this patch when the function that searches can be chosen.
+    """
+    from jsonschema import _legacy_keywords, _utils
+
+    for module in (_utils, _legacy_keywords):
+        module.re = SimpleNamespace(search=_search)
 
 
 def _search(pattern: str, text: str) -> bool:
