@@ -90,10 +90,10 @@ class AgentEpisode:
 
         A row only chooses among the agents and tools of the settings: a name in the data never loads code.
         """
-        name = extra_info.get("agent_name") or self._default
+        name = self.get_agent_name(extra_info)
         if name == "single_turn":
             return None
-        if name not in self._agents:
+        if not isinstance(name, str) or name not in self._agents:
             known = ", ".join(dict.fromkeys(["single_turn", *self._agents]))
             fix = f"use one of {known}, or declare it in {ROLLOUT}.agent.agents"
             return f"the column agent_name is {str(name)[:80]!r}, which the settings do not declare; {fix}"
@@ -103,6 +103,10 @@ class AgentEpisode:
                 'each prompt as [{"role": "user", "content": "..."}]'
             )
         return find_tool_problem(self.list_schemas(), extra_info) if name == "tool_agent" else None
+
+    def get_agent_name(self, extra_info: Mapping[str, Any]) -> Any:
+        """Return what a row names as its agent; the default if it names none."""
+        return extra_info.get("agent_name") or self._default
 
     @property
     def has_only_tools(self) -> bool:
@@ -114,7 +118,7 @@ class AgentEpisode:
         messages, wanted = read_prompt(raw), get_wanted_tools(extra_info)
         schemas = {schema["function"]["name"]: schema for schema in self.list_schemas()}
         names = list(schemas) if wanted is None else list(wanted)
-        if isinstance(messages, str) or (extra_info.get("agent_name") or self._default) != "tool_agent":
+        if isinstance(messages, str):
             return
         text = self._renderer.render_text(prepare_messages(messages), [schemas[name] for name in names])
         if hidden := [name for name in names if name not in text]:
@@ -130,7 +134,7 @@ class AgentEpisode:
     async def __call__(self, prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
         if problem := self.find_problem(prompt.raw, prompt.extra_info):
             raise DataError(f"row {prompt.row}: {problem}")
-        name = str(prompt.extra_info.get("agent_name") or self._default)
+        name = str(self.get_agent_name(prompt.extra_info))
         if name == "single_turn":
             return await single_turn(prompt, generate, sampling)
         agent, task = self._agents[name], make_task(prompt)

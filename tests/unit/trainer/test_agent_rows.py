@@ -118,6 +118,11 @@ def test_all_problems_of_all_files_are_reported_together(config: Any) -> None:
         assert word in line
 
 
+def test_an_agent_name_that_is_a_list_is_refused(config: Any) -> None:
+    with pytest.raises(DataError, match=r"agent_name is \"\['tool_agent'\]\", which the settings do not declare"):
+        read_data(config([{**GOOD, "agent_name": ["tool_agent"]}]))
+
+
 def test_many_problems_are_counted(config: Any) -> None:
     with pytest.raises(DataError, match=r"\.\.\. and 15 more rows"):
         read_data(config([{**GOOD, "agent_name": "poet"}] * 20))
@@ -153,5 +158,8 @@ def test_a_chat_template_that_ignores_tools_is_refused_unless_the_prompt_describ
     with pytest.raises(ConfigError, match=f"does not show the model its tools: {names[0]}") as raised:
         read_data(change_settings(config([GOOD]), change))
     assert "system message" in str(raised.value)
+    other = {**GOOD, "agent_name": "single_turn"}
+    with pytest.raises(ConfigError, match="does not show the model its tools"):
+        read_data(change_settings(config([other, {**GOOD, "agent_name": "tool_agent"}], val=[other]), change))
     described = {**GOOD, "prompt": [{"role": "system", "content": f"You may call {', '.join(names)}."}, *CHAT]}
     read_data(change_settings(config([described], val=[described]), change))

@@ -73,16 +73,18 @@ def open_agents(config: Config, tokenizer: PreTrainedTokenizerBase) -> AgentEpis
 def check_rows(datasets: Iterable[PromptDataset], episode: AgentEpisode) -> None:
     """Raise a `DataError` that lists the rows which cannot be played: unknown agents or tools, prompts of text.
 
-    Raise a `ConfigError` if the first prompt does not show its tools to the model.
+    Raise a `ConfigError` if the first prompt with tools does not show them to the model.
     """
     names = ("agent_name", "tools", "tool_selection", "extra_info", "reward_model")
     problems = []
     for dataset in datasets:
+        is_checked = False
         for row, raw, fields in dataset.iter_fields(names):
             try:
                 extra_info = extract_reward_fields(fields)["extra_info"]
                 problem = episode.find_problem(raw, extra_info)
-                if problem is None and row == 0:
+                if problem is None and not is_checked and episode.get_agent_name(extra_info) == "tool_agent":
+                    is_checked = True
                     episode.check_tools_are_shown(raw, extra_info)
             except DataError as error:
                 problem = str(error)
