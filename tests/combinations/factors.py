@@ -110,7 +110,7 @@ FACTORS: Mapping[str, Mapping[str, Overrides]] = {
         "function and model": _function("score") | _MODEL,
         "overlong": _function("score") | {"reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 16},
         "PRIME": _function("score") | {"reward.prime.enable": True, "reward.prime.lr": 1e-2},
-        "of the agent": {},
+        "built-in or of the agent": {"reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 80},
     },
     "critic": {
         "none": {},
@@ -203,7 +203,7 @@ def list_overrides(combination: Combination, folder: Path = Path()) -> Overrides
     overrides = dict(_SIZES)
     for factor, level in combination.items():
         overrides |= _MOE if level == "experts, one rank" else FACTORS[factor][level]
-    if combination["reward"] in ("model", "of the agent") and combination["estimator"] == "gdpo":
+    if combination["reward"] in ("model", "built-in or of the agent") and combination["estimator"] == "gdpo":
         overrides["algorithm.reward_components"] = ["score"]  # no function returns more
     overrides["trainer.local"] = combination["ranks"] == "1" and combination["engine"] == "hf"
     return {
