@@ -4,8 +4,8 @@ make show-tools [ARGS=--short]
 
 A small model has seen conversations that mix guesses, right calls and wrong ones. GRPO then trains it on the reward of
 naming the secret, through Ray, FSDP2 and vLLM. Held: without the tool its accuracy is at chance, 1 of 10; with it, at
-least 0.9 after RL, from at most 0.6; and the invalid calls per
-episode fall to less than half, from the first 5 steps to the last 5.
+least 0.9 after RL, from at most 0.6; and the invalid calls per episode fall to less than half, from the first 5 steps
+to the last 5.
 
 `--short` (CI): fewer steps, and a rise of 0.15.
 """
