@@ -137,8 +137,9 @@ class Run:
             self.has_finished = self._last_step() == self._saved_step() == self._steps
         except (RuntimeError, TimeoutError) as error:
             self.faults.append(str(error))
-        output = self._output.read_text() if self._output.exists() else ""
-        print(f"──── {self._name}\n{output}", flush=True)
+        finally:
+            output = self._output.read_text() if self._output.exists() else ""
+            print(f"──── {self._name}\n{output}", flush=True)
         if "Traceback" in output:
             self.faults.append("a traceback")
         if (saves := output.count("saved and stopped after step")) != len(self.stops):
