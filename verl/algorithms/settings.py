@@ -88,11 +88,11 @@ class Distillation:
     """`distillation`: the KL to a teacher, in the advantages ("reward") or over the vocabulary in the loss ("loss")."""
 
     mode: str = "reward"
-    loss_mode: str = "full"  # of mode "loss": full (from the policy to the teacher), forward_kl, forward_kl_topk
-    topk: int | None = None  # the most likely tokens of the teacher over which forward_kl_topk sums
     coef: float = 1.0
     log_prob_min_clamp: float | None = None  # log-probs of both models below it count as it
     loss_max_clamp: float | None = None  # bound of a token's KL, above and below 0
+    loss_mode: str = "full"  # of mode "loss": full (from the policy to the teacher), forward_kl, forward_kl_topk
+    topk: int | None = None  # the most likely tokens of the teacher over which forward_kl_topk sums
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ LIMIT = 1e-5
 LENGTH = 40.0
 SEQUENCES = 24
 OPTIONS = LossOptions(clip_cov_ratio=0.3, clip_cov_lb=-5.0, clip_cov_ub=5.0, kl_cov_ratio=0.1, ppo_kl_coef=1.0)
-FORWARD = Distillation("loss", "forward_kl_topk", topk=5)
+FORWARD = Distillation("loss", loss_mode="forward_kl_topk", topk=5)
 TERMS = {
     **{name: PolicyObjective(AlgorithmSettings(loss_mode=name, loss_options=OPTIONS)) for name in LOSSES},
     "off-policy mask": PolicyObjective(

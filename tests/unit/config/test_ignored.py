@@ -256,8 +256,8 @@ def test_a_critic_that_the_estimator_cannot_use_or_do_without_is_refused(estimat
     [
         (
             ["algorithm.gamma=0.9"],
-            "algorithm.gamma=0.9 has no effect: only algorithm.adv_estimator=gae or reinforce_plus_plus, and PRIME, "
-            "use it",
+            "algorithm.gamma=0.9 has no effect: only algorithm.adv_estimator=gae, reinforce_plus_plus or gigpo, and "
+            "PRIME, use it",
         ),
         (
             ["algorithm.kl_ctrl.kl_coef=0.01"],
