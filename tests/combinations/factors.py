@@ -15,6 +15,7 @@ Combination = dict[str, str]
 
 USER_CODE = Path(__file__).with_name("user_code.py")
 ACTOR, ROLLOUT, REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "reward"
+OWN_SCORE = "built-in or of the agent"
 PROMPTS, RESPONSES = 2, 4  # of a step, and of a prompt
 _FSDP, _TURNS, _CORRECTION = f"{ACTOR}.fsdp_config", f"{ROLLOUT}.multi_turn", "algorithm.rollout_correction"
 _ADAPTER = {f"{ACTOR}.peft.lora_rank": 4, f"{ACTOR}.optim.lr": 1e-2}
@@ -96,7 +97,10 @@ FACTORS: Mapping[str, Mapping[str, Overrides]] = {
             f"{_CORRECTION}.rollout_is": "token",
         },
     },
-    "dynamic sampling": {"off": {}, "on": {"algorithm.filter_groups.enable": True}},
+    "dynamic sampling": {
+        "off": {},
+        "on": {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "seq_final_reward"},
+    },
     "agent": {
         "none": {},
         **_in_both_ways("tools", function_tool_path=str(USER_CODE)),
@@ -110,7 +114,7 @@ FACTORS: Mapping[str, Mapping[str, Overrides]] = {
         "function and model": _function("score") | _MODEL,
         "overlong": _function("score") | {"reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 16},
         "PRIME": _function("score") | {"reward.prime.enable": True, "reward.prime.lr": 1e-2},
-        "built-in or of the agent": {"reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 80},
+        OWN_SCORE: {"reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 80},
     },
     "critic": {
         "none": {},
@@ -203,8 +207,11 @@ def list_overrides(combination: Combination, folder: Path = Path()) -> Overrides
     overrides = dict(_SIZES)
     for factor, level in combination.items():
         overrides |= _MOE if level == "experts, one rank" else FACTORS[factor][level]
-    if combination["reward"] in ("model", "built-in or of the agent") and combination["estimator"] == "gdpo":
-        overrides["algorithm.reward_components"] = ["score"]  # no function returns more
+    is_environment, reward = combination["agent"].startswith("environment"), combination["reward"]
+    if combination["estimator"] == "gdpo" and (is_environment or reward in ("model", OWN_SCORE)):
+        overrides["algorithm.reward_components"] = ["score"]  # nothing returns more
+    if combination["agent"].startswith("gateway") and reward == OWN_SCORE:
+        overrides[f"{ROLLOUT}.agent.default_agent_loop"] = f"{USER_CODE}:score_by_http"
     overrides["trainer.local"] = combination["ranks"] == "1" and combination["engine"] == "hf"
     return {
         key: str(folder / value) if key.endswith(_FOLDERS) and isinstance(value, str) else value

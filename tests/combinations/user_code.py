@@ -26,7 +26,7 @@ def score_length(data_source: str, solution_str: str, ground_truth: str, extra_i
 
 def own_estimator(inputs: Any) -> Any:
     """Return advantages over the values of the critic, if there is one, and targets for it."""
-    returns = inputs.scores[inputs.segment_ids] * inputs.mask
+    returns = inputs.per_token(inputs.scores)
     values = 0.0 if inputs.values is None else inputs.values
     return (returns - values) * inputs.mask, returns
 
@@ -50,8 +50,13 @@ class Echo:
         return Step([{"role": "user", "content": "More."}], reward=reward, done=self.left < 0)
 
 
-async def ask_twice_by_http(task: Any, base_url: str, api_key: str) -> float | None:
-    """Ask twice without an SDK; the digits of both replies are the score, unless the run has a reward function."""
+async def ask_twice_by_http(task: Any, base_url: str, api_key: str) -> None:
+    """Ask twice without an SDK, and leave the score to the reward of the run."""
+    await score_by_http(task, base_url, api_key)
+
+
+async def score_by_http(task: Any, base_url: str, api_key: str) -> float:
+    """Ask twice without an SDK; the digits of both replies are the score."""
     messages, digits = list(task.messages), 0
     async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=600) as client:
         for _ in range(2):
