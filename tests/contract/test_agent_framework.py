@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 FRAMEWORK = "openai-agents<1"
 PROMPT = Prompt(row=0, token_ids=[1], raw=[{"role": "user", "content": "What is a?"}])
 PROGRAM = '''
-import asyncio, sys
+import asyncio, os, sys
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
 
@@ -40,6 +40,7 @@ async def main(question: str, mode: str) -> None:
     else:
         result = await Runner.run(agent, question)
     reward = 1.0 if result.final_output.startswith("It is 2") else 0.0
+    client.api_key = os.environ["REWARD_KEY"]
     await client.post("/reward", body={"reward": reward}, cast_to=object)
 
 asyncio.run(main(*sys.argv[1:]))
@@ -61,18 +62,19 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_an_agent_in_another_process_becomes_one_exact_sample(python: Path) -> None:
-    async def run_program(task: Task, base_url: str, api_key: str, mode: str) -> None:
-        environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+    async def run_program(task: Task, base_url: str, api_key: str, reward_key: str, mode: str) -> None:
+        keys = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "REWARD_KEY": reward_key}
+        environment = {**os.environ, **keys}
         arguments = (str(python), "-c", PROGRAM, task.messages[0]["content"], mode)
         process = await asyncio.create_subprocess_exec(*arguments, env=environment, stderr=asyncio.subprocess.PIPE)
         _, errors = await process.communicate()
         assert process.returncode == 0, errors.decode()
 
-    async def plain(task: Task, base_url: str, api_key: str) -> None:
-        await run_program(task, base_url, api_key, "plain")
+    async def plain(task: Task, base_url: str, api_key: str, reward_key: str) -> None:
+        await run_program(task, base_url, api_key, reward_key, "plain")
 
-    async def streamed(task: Task, base_url: str, api_key: str) -> None:
-        await run_program(task, base_url, api_key, "streamed")
+    async def streamed(task: Task, base_url: str, api_key: str, reward_key: str) -> None:
+        await run_program(task, base_url, api_key, reward_key, "streamed")
 
     sampling = SamplingParams(max_tokens=1000, temperature=0.7, seed=5)
     samples = []
