@@ -76,6 +76,6 @@ def test_a_run_joins_the_cluster_that_ray_start_made_and_spreads_over_its_machin
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f":{port}, started by `ray start`" in done.stdout
-    assert "step  1/1" in done.stdout
+    assert "step 1/1" in done.stdout
     events = json.loads((tmp_path / "timeline.json").read_text())
     assert any(event["cat"].startswith("task::TrainWorker.") for event in events)

@@ -126,7 +126,10 @@ def test_a_model_beside_a_function_reads_the_policys_own_tokens(
 
 
 @pytest.mark.rotating(1)
-async def test_what_a_process_that_dies_or_freezes_had_is_scored_again_and_it_comes_back() -> None:
+async def test_what_a_process_that_dies_or_freezes_had_is_scored_again_and_it_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # where the processes find the fake model
     connect({"num_cpus": 1})
     try:
         devices = DevicePool(1, "cpu", fix="")
