@@ -27,7 +27,7 @@ from rotation import current_group, record_left  # noqa: E402
 ROTATION = (
     ("kills", "families", "sleep", "step", "trl", "vocabulary", "unearned", "first_contact"),
     ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading", "slurm"),
-    ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge"),
+    ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge", "branches"),
     ("distillation", "reward_overlap", "poison", "reshard", "load", "tools", "sandbox", "combinations"),
     ("trust", "stall", "real_model", "tp", "sync", "bandits", "episodes", "hostile_agents"),
     ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel", "game", "scale"),
@@ -50,9 +50,10 @@ class Result:
 
     @property
     def figures(self) -> str:
-        """The JSON line at the end, or what there is instead."""
+        """The JSON line at the end, or what there is instead. Python may warn of semaphores after it."""
         lines = self.output.strip().splitlines()
-        return lines[-1] if lines else "no output"
+        figures = [line for line in lines if line.startswith('{"name": ')]
+        return (figures or lines or ["no output"])[-1]
 
 
 def main() -> None:
