@@ -27,7 +27,7 @@ from rotation import current_group, record_left  # noqa: E402
 ROTATION = (
     ("kills", "families", "sleep", "step", "trl", "vocabulary", "unearned", "first_contact"),
     ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading", "slurm"),
-    ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge", "branches"),
+    ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge"),
     ("distillation", "reward_overlap", "poison", "reshard", "load", "tools", "sandbox", "combinations"),
     ("trust", "stall", "real_model", "tp", "sync", "bandits", "episodes", "hostile_agents"),
     ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel", "game", "scale"),

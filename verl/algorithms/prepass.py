@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from verl.algorithms.advantages import AdvantageInputs
-from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.correction import correct_mismatch
 from verl.algorithms.losses import LossInputs, clip_log_ratio
 from verl.algorithms.settings import Correction, LossOptions
@@ -123,7 +122,8 @@ def prepass_dpo(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: LossO
         better, worse = match(scores, noises, lengths)
         return torch.zeros_like(scores).index_fill(0, better, 1.0).index_fill(0, worse, -1.0)
 
-    columns = samples.scores, segment_sum(noise, x.offsets), samples.lengths
+    order = token_noise(samples.groups, samples.episode_names)  # equal for all branches of an episode
+    columns = samples.scores, order, samples.lengths
     sign, margin = samples.per_group(signs, *columns), samples.per_group(margins, *columns, shift)
     paired = (sign != 0) * samples.episode_shares
     correct = (0.5 + 0.5 * margin.sign()) * paired  # a margin of 0 counts half

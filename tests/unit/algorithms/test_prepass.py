@@ -102,7 +102,7 @@ def test_dpo_has_the_gradient_of_its_loss_over_pairs():
     logprobs = x.logprobs.clone().requires_grad_()
     shift = segment_sum((logprobs - x.ref_logprobs) * x.mask, x.offsets)
     responses = [i for i in range(len(episodes.scores)) if episodes.lengths[i]]
-    draws = segment_sum(noise, x.offsets)
+    draws = token_noise(episodes.groups, episodes.episode_names)
     margins = []
     for group in episodes.groups.unique():
         members = torch.tensor([i for i in responses if episodes.groups[i] == group])
