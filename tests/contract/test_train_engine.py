@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tiny import tiny_qwen2
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM, Qwen2ForTokenClassification
 
+import tests.toy_train_engine  # noqa: F401 - registers the engine `toy`
 from tests.fake_train_engine import FakeSettings, FakeTrainEngine
 from verl.algorithms.objective import PolicyObjective, ValueObjective, sft
 from verl.algorithms.settings import AlgorithmSettings
