@@ -34,6 +34,7 @@ class Fate(Protocol):
     draw: random.Random
     token_s: float  # to write one, on average
     broken: Sequence[int]  # engines that never start again
+    is_synchronous: bool  # no request runs while the model is trained
 
     def delay(self) -> float:
         """Return the seconds that one message takes."""
@@ -67,6 +68,8 @@ class Process:
         self.weights, self.version, self.verified_weights = GARBAGE, -1, GARBAGE
         self.loaded: list[float] | None = None  # the buckets of an update that has begun
         self.memory = 0  # of its device, in parts of it
+        self.is_awake = asyncio.Event()
+        self.is_awake.set()
         self.loading = asyncio.Lock()
         self._thawed = asyncio.Event()
         self._thawed.set()
@@ -134,12 +137,14 @@ class SimulatedEngine:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         async def answer(process: Process) -> Completion:
             _demand(process.is_enabled, "disabled")
-            self._fate.check(process.memory == WEIGHTS + CACHE, "a request was sent to an engine that sleeps")
+            is_awake = process.memory == WEIGHTS + CACHE
+            self._fate.check(is_awake or not self._fate.is_synchronous, "a request was sent to an engine that sleeps")
             tokens = answer_to(token_ids, sampling)
             weights, versions = [], []
             for _ in tokens:
                 await process.work(self._fate.draw.expovariate(1 / self._fate.token_s))
                 await self._until_it_does_not_hang(process)
+                await process.is_awake.wait()
                 weights.append(process.weights + process.error)
                 versions.append(process.version)
             return _completion(tokens, weights, versions)
@@ -215,6 +220,7 @@ class SimulatedEngine:
                 process.loaded = None
                 process.version = version - process.mislabels
                 process.occupy(WEIGHTS + CACHE)
+                process.is_awake.set()
 
         await self._call(finish, SYNC_S)
 
@@ -225,6 +231,7 @@ class SimulatedEngine:
                 await process.work(self._fate.delay())
                 await self._fate.maybe_die(process, "falling asleep")
                 await self._until_it_does_not_hang(process)
+                process.is_awake.clear()
                 process.memory = 0
 
         await self._call(sleep, SYNC_S)

@@ -24,7 +24,15 @@ from simulated_scenario import Scenario
 from verl.cluster.monitor import Endpoint, wait_for_loss
 from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.data.samplers import PromptStream, SequentialSampler
-from verl.errors import DivergenceError, EngineError, ProcessLostError, StorageError, VerlError, WeightSyncError
+from verl.errors import (
+    DivergenceError,
+    EngineError,
+    ProcessLostError,
+    RewardError,
+    StorageError,
+    VerlError,
+    WeightSyncError,
+)
 from verl.rollout.engine import EngineView
 from verl.rollout.replica_pool import MAX_LOSSES, Request
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
@@ -110,6 +118,7 @@ class _Checkpoint:
     version: int = 0
     weights: float = 0.0
     data: dict[str, Any] | None = None
+    trained: frozenset[int] = frozenset()  # positions
 
 
 _FAULTS = (
@@ -141,7 +150,7 @@ class _World:
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario, self.seed = scenario, seed
         self.draw = random.Random(seed)
-        self.token_s, self.broken = scenario.token_s, scenario.broken
+        self.token_s, self.broken, self.is_synchronous = scenario.token_s, scenario.broken, scenario.is_synchronous
         self.outcome = Outcome()
         self.violations: list[str] = []
         self.more = random.Random(f"more {seed}")
@@ -239,14 +248,24 @@ class _World:
             used = self.model.memory + max(engine.process.memory for engine in self.engines)
             self.check(used <= DEVICE, f"{used} of {DEVICE} parts of a device's memory are in use")
 
-    def _check_step(self, version: int, samples: Sequence[SampleHandle], expected: Sequence[int]) -> None:
+    def _check_step(self, version: int, samples: Sequence[SampleHandle], trained: frozenset[int]) -> frozenset[int]:
+        """Check what a step trains, after the positions that earlier ones `trained`; return all of them."""
         places = [(sample.group, sample.index) for sample in samples]
+        positions = frozenset(position for position, _ in places)
+        if self.is_synchronous:
+            expected = self.scenario.batches(self.seed)[version]
+        else:
+            expected = sorted(positions)  # which ones depends on the clock
+            self.check(not positions & trained, f"step {version} trains {sorted(positions & trained)} again")
+            wrong = [each for each in expected if not self.scenario.is_usable(each, self.seed)]
+            self.check(not wrong, f"step {version} trains {wrong}, which have no signal or are left out")
+            is_full = len(positions) == self.scenario.batch or self._may_miss or self.scenario.max_batches
+            self.check(bool(is_full), f"step {version} trains {len(positions)} groups")
         wanted = [(position, number) for position in expected for number in range(self.scenario.answers)]
         missing = {position for position, _ in {*wanted} - {*places}}
         is_right = places == [place for place in wanted if place in {*places}] and missing <= self._may_miss
         self.check(is_right, f"step {version} trains {places} instead of {wanted}")
-        for sample in samples:
-            completion: Completion = sample.ref
+        for sample, completion in [(each, turn) for each in samples for turn in each.ref]:
             if self.scenario.together:
                 result = (completion.token_ids, completion.logprobs.tolist(), completion.versions.tolist())
                 self.outcome.results[sample.group * 10 + sample.index] = result
@@ -264,6 +283,13 @@ class _World:
                     0 <= stale <= self.scenario.max_staleness,
                     f"step {version} trains a token of version {label} of position {sample.group}",
                 )
+        return trained | positions
+
+    def _check_skipped(self, state: dict[str, Any], trained: frozenset[int]) -> None:
+        """Check that a checkpoint calls exactly those positions done that were trained, or cannot be."""
+        done = {*range(state["position"]), *state.get("consumed", ())}
+        wrong = {each for each in done ^ trained if each in trained or self.scenario.is_usable(each, self.seed)}
+        self.check(wrong <= self._may_miss, f"a checkpoint is wrong about the positions {sorted(wrong)}")
 
     def _event(self, event: EngineEvent) -> None:
         self.note(str(event))
@@ -431,12 +457,14 @@ class _World:
         async with self.weight_sync.updating():
             self.model.weights = saved.weights
         self._version_of[saved.weights] = version
-        expected = scenario.batches(self.seed)
+        trained = saved.trained
         buffer = EpisodeBuffer(
             self._run_group,
             stream,
             scenario.batch,
             max_staleness=scenario.max_staleness,
+            run_ahead=scenario.run_ahead,
+            steps=scenario.steps - version,
             signal=FilterGroupsConfig(metric="score", max_num_gen_batches=scenario.max_batches)
             if scenario.dynamic
             else None,
@@ -446,7 +474,8 @@ class _World:
             while version < scenario.steps:
                 buffer.advance(version)
                 samples = await buffer.take(scenario.batch)
-                self._check_step(version, samples, expected[version])
+                trained = self._check_step(version, samples, trained)
+                self._check_skipped(buffer.state(), trained)
                 await self.weight_sync.free_devices()
                 with self.model.using(TRAINING):
                     await self.model.compute(2.0)
@@ -469,7 +498,7 @@ class _World:
                 self.outcome.steps += 1
                 self.note(f"step {version} is done")
                 if version % scenario.save_every == 0:
-                    await self._save(_Checkpoint(version, self.model.weights, buffer.state()))
+                    await self._save(_Checkpoint(version, self.model.weights, buffer.state(), trained))
         finally:
             await buffer.close()
 
@@ -503,10 +532,16 @@ class _World:
             await asyncio.sleep(self.delay())
             return None
         pool = self.pools[position % len(self.pools)]
-        asked = (pool.generate(*_request(position, number)) for number in range(self.scenario.answers))
-        completions = await asyncio.gather(*asked)
-        await asyncio.sleep(self.delay())  # the reward
-        return self._handles(position, completions)
+
+        async def play(number: int) -> list[Completion]:
+            turns = []
+            for _ in range(self.scenario.turns):
+                turns.append(await pool.generate(*_request(position, number)))
+                await asyncio.sleep(self.delay())  # a tool, or the reward
+            return turns
+
+        episodes = await asyncio.gather(*(play(number) for number in range(self.scenario.answers)))
+        return self._handles(position, episodes)
 
     async def _ask_together(self, position: int) -> list[SampleHandle] | None:
         """Who asks in one turn of the loop asks together; rounds follow one another."""
@@ -521,23 +556,24 @@ class _World:
                 completions = await self.pools[0].generate_all(requests)
                 for place, (asker, waiting) in enumerate(asked):
                     if not waiting.done():
-                        waiting.set_result(self._handles(asker, completions[place * n : place * n + n]))
+                        own = [[each] for each in completions[place * n : place * n + n]]
+                        waiting.set_result(self._handles(asker, own))
         return await answer
 
-    def _handles(self, position: int, completions: Sequence[Completion]) -> list[SampleHandle]:
+    def _handles(self, position: int, episodes: Sequence[Sequence[Completion]]) -> list[SampleHandle]:
         same = not self.scenario.has_signal(position, self.seed)
         return [
             SampleHandle(
-                ref=completion,
+                ref=turns,
                 group=position,
-                tokens=2 + len(completion.token_ids),
-                generated=len(completion.token_ids),
+                tokens=2 + sum(len(turn.token_ids) for turn in turns),
+                generated=sum(len(turn.token_ids) for turn in turns),
                 score=0.0 if same else float(number),
-                version=min(completion.versions),
+                version=min(int(turn.versions.min()) for turn in turns),
                 index=number,
-                engines=frozenset([completion.engine]),
+                engines=frozenset(turn.engine for turn in turns),
             )
-            for number, completion in enumerate(completions)
+            for number, turns in enumerate(episodes)
         ]
 
     # The end
@@ -552,6 +588,9 @@ class _World:
         elif isinstance(error, EngineError) and "may be what crashes them" in text:
             self.check(self.outcome.faults >= MAX_LOSSES, f"a request was given up after fewer losses: {text}")
             self.outcome.ended_early = "a request lost too many engines"
+        elif isinstance(error, RewardError) and "groups have different scores" in text:
+            self.check(self.scenario.max_batches > 0 and not self.is_synchronous, f"the search has ended: {text}")
+            self.outcome.ended_early = "no group with signal"
         elif isinstance(error, StorageError):
             self.outcome.ended_early = "the object store is full"
         elif isinstance(error, DivergenceError):

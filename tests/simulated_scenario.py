@@ -16,6 +16,8 @@ class Scenario:
     answers: int  # to each prompt
     steps: int
     max_staleness: int
+    run_ahead: float  # batches
+    turns: int  # of an episode
     dynamic: bool
     max_batches: int
     left_out_rate: float
@@ -49,6 +51,8 @@ class Scenario:
             answers=2 if dynamic else draw.randint(1, 2),  # one alone always has signal
             steps=draw.randint(2, 7),
             max_staleness=0 if together else draw.randint(0, 3),
+            run_ahead=0.0,
+            turns=1,
             dynamic=dynamic,
             max_batches=draw.choice([0, 2, 3, 4]) if dynamic else 0,
             left_out_rate=0.0 if together else draw.choice([0.0, 0.0, 0.1, 0.3]),
@@ -69,14 +73,22 @@ class Scenario:
             changes=0,
             change_every_s=0.0,
         )
-        shares = scenario.max_staleness == 0 and random.Random(f"shares {seed}").random() < 0.7
+        shares = random.Random(f"shares {seed}").random() < (0.7 if scenario.is_synchronous else 0.4)
         scenario = replace(scenario, shares_devices=shares)
+        if not scenario.is_synchronous:
+            ahead = random.Random(f"ahead {seed}")
+            run_ahead = scenario.max_staleness * ahead.choice([0.25, 0.5, 1.0])
+            scenario = replace(scenario, run_ahead=run_ahead, turns=ahead.choice([1, 1, 2, 3]))
         scale = random.Random(f"scale {seed}")
         if not together and scale.random() < 0.3:
             changes, every_s = scale.choice([2, 5, 10]), scale.choice([5.0, 20.0, 60.0])
             scenario = replace(scenario, changes=changes, change_every_s=every_s)
-        empty = any(not batch for batch in scenario.batches(seed))
+        empty = scenario.is_synchronous and any(not batch for batch in scenario.batches(seed))
         return replace(scenario, max_batches=0) if empty else scenario
+
+    @property
+    def is_synchronous(self) -> bool:
+        return self.max_staleness == 0
 
     def without_faults(self) -> Scenario:
         calm = {"diverges_at": None, "is_full_at": None, "cluster_losses": 0}
@@ -88,8 +100,11 @@ class Scenario:
     def has_signal(self, position: int, seed: int) -> bool:
         return not self.dynamic or _chance("signal", seed, position) < 0.6
 
+    def is_usable(self, position: int, seed: int) -> bool:
+        return not self.is_left_out(position, seed) and self.has_signal(position, seed)
+
     def batches(self, seed: int) -> list[list[int]]:
-        """The positions that each step has to train, written down without any concurrency."""
+        """The positions that each step of a synchronous run has to train, written down without any concurrency."""
         batches, position = [], 0
         for _ in range(self.steps):
             batch: list[int] = []

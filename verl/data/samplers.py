@@ -234,7 +234,8 @@ class WeightedSampler(Sampler):
 
 
 class PromptStream:
-    """Yields (position, row) for positions 0, 1, 2, ... without end, and reports scores to the sampler.
+    """Yields (position, row) for positions 0, 1, 2, ... without end, and reports scores to the sampler. After a resume
+    it skips the positions that the checkpoint names as `consumed`.
 
     A row is drawn once. Rows that were drawn but not recorded before a checkpoint are part of its state and come again
     after a resume, because an adaptive sampler might choose other rows by then.
@@ -249,11 +250,15 @@ class PromptStream:
         self.position = 0
         self._drawn: deque[int] = deque()  # rows that are not recorded yet
         self._again: deque[int] = deque()  # rows that were drawn before the resume
+        self._consumed: set[int] = set()  # positions that are done although earlier ones are not
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return self
 
     def __next__(self) -> tuple[int, int]:
+        while self.position in self._consumed:
+            self._consumed.remove(self.position)
+            self.position += 1
         position = self.position
         self.position += 1
         row = self._again.popleft() if self._again else self._sampler.row(position)
@@ -279,12 +284,13 @@ class PromptStream:
         state: dict[str, Any] = {"position": self.position - len(self._drawn), **self._sampler.identity()}
         if self._sampler.is_adaptive:
             state |= {"drawn": [*self._drawn, *self._again], "state": self._sampler.state()}
-        return state
+        return state | {"consumed": sorted(self._consumed)} if self._consumed else state
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a saved position; refuse one of another sampler, which would repeat rows and skip others."""
         now = self._sampler.identity()
-        keys = [*now, *(key for key in state if key not in now and key not in ("position", "drawn", "state"))]
+        own = ("position", "drawn", "state", "consumed")
+        keys = [*now, *(key for key in state if key not in now and key not in own)]
         if different := [key for key in keys if state.get(key) != now.get(key)]:
             changes = ", ".join(f"{key} {state.get(key)} (now {now.get(key)})" for key in different)
             raise DataError(
@@ -292,6 +298,7 @@ class PromptStream:
                 "data.* settings, or start over with trainer.resume_mode=disable"
             )
         self.position = state["position"]
+        self._consumed = set(state.get("consumed", ()))
         if self._sampler.is_adaptive:
             self._sampler.load_state(state["state"])
             self._again = deque(state["drawn"])

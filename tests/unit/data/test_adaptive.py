@@ -90,25 +90,23 @@ class Run:
 @given(
     kind=st.sampled_from(list(KINDS)),
     batch=st.integers(1, 5),
-    staleness=st.integers(0, 2),
     is_dynamic=st.booleans(),
     steps=st.integers(2, 8),
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
 def test_a_run_resumed_after_any_step_draws_the_same_prompts(
-    kind: str, batch: int, staleness: int, is_dynamic: bool, steps: int, data: st.DataObject
+    kind: str, batch: int, is_dynamic: bool, steps: int, data: st.DataObject
 ) -> None:
-    staleness = 0 if is_dynamic else staleness
     stop = data.draw(st.integers(1, steps - 1))
 
     async def run() -> None:
-        whole = Run(PromptStream(make(kind)), batch, staleness, is_dynamic, timing=1)
+        whole = Run(PromptStream(make(kind)), batch, 0, is_dynamic, timing=1)
         states = await whole.train(0, steps)
         stream = PromptStream(make(kind))
         stream.load(json.loads(states[stop - 1]))
         assert json.dumps(stream.state()) == states[stop - 1]
-        resumed = Run(stream, batch, staleness, is_dynamic, timing=2)
+        resumed = Run(stream, batch, 0, is_dynamic, timing=2)
         assert await resumed.train(stop, steps - stop) == states[stop:]
         position = json.loads(states[stop - 1])["position"]
         assert dict(resumed.rows) == {at: row for at, row in whole.rows if at >= position}
@@ -211,4 +209,4 @@ def test_values_out_of_range_are_refused(kind: str, kwargs: dict[str, float]) ->
 
 def test_dynamic_sampling_ahead_of_training_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.max_staleness=0"):
-        Run(PromptStream(make("replay")), 2, staleness=1, is_dynamic=True, timing=0)
+        Run(PromptStream(make("replay")), 2, staleness=1, is_dynamic=False, timing=0)

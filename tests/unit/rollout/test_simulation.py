@@ -1,7 +1,6 @@
 """The simulation repeats exactly, and it can fail: logic that is wrong on purpose breaks a promise."""
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +17,7 @@ from verl.rollout.supervisor import EngineSlot, EngineState, EngineSupervisor
 from verl.trainer.buffer.admission import Admission
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.buffer.groups import Group
-from verl.trainer.buffer.selection import InOrder
+from verl.trainer.buffer.selection import Selection
 from verl.types import Completion, SamplingParams
 from verl.weights import sync
 from verl.weights.sync import WeightSync
@@ -76,16 +75,23 @@ async def _whenever(self: WeightSync) -> AsyncIterator[None]:
     yield
 
 
-async def _by_completion(self: InOrder, groups: Iterable[Group], count: int, version: int) -> list[Group]:
-    oldest, finished = list(itertools.islice(groups, count)), list[Group]()
-    for group in oldest:
-        group.task.add_done_callback(lambda _, group=group: finished.append(group))
-    await asyncio.gather(*(group.task for group in oldest))
-    return finished
+def _what_is_finished(self: Selection, count: int, version: int) -> bool:
+    return self.finished >= count
 
 
-def _one_more(self: Admission, position: int) -> bool:
-    return self._started <= self._limit and position < self._end
+def _by_position(self: Selection, finished: Iterable[Group], count: int) -> list[Group]:
+    return _take(self, sorted(finished, key=lambda group: -group.position)[:count], count)
+
+
+_take = Selection.take
+
+
+def _one_more(self: Admission, unseen: int) -> bool:
+    return self._started <= self._limit and unseen < self._reach
+
+
+def _without_what_is_done(self: EpisodeBuffer) -> dict[str, Any]:
+    return self._stream.state() | {"position": self.position}
 
 
 def _as_the_stream(self: EpisodeBuffer) -> dict[str, Any]:
@@ -170,9 +176,11 @@ MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed
     "a weight sync that sends what has diverged": (sync, "_check_finite", lambda *_: None, "no engine was wrong", 39),
     "a buffer that trusts an engine known wrong": (EpisodeBuffer, "discard_from", lambda *_: None, "known wrong", 34),
     "a cluster that nobody watches": (simulated_run, "wait_for_loss", _never, "nobody noticed", 10),
-    "a buffer that forgets what is on its way": (EpisodeBuffer, "state", _as_the_stream, "trains", 4),
-    "a buffer that hands out what is finished first": (InOrder, "select", _by_completion, "trains", 0),
-    "a buffer that starts one more": (Admission, "may_start", _one_more, "a response of version", 2),
+    "a buffer that forgets what is on its way": (EpisodeBuffer, "state", _as_the_stream, "a checkpoint is wrong", 0),
+    "a buffer that forgets what is done": (EpisodeBuffer, "state", _without_what_is_done, "a checkpoint is wrong", 0),
+    "a buffer that takes whatever is finished": (Selection, "can_take", _what_is_finished, "a response of version", 0),
+    "a buffer that takes what has started last": (Selection, "take", _by_position, "does not end", 0),
+    "a buffer that starts one more": (Admission, "may_start", _one_more, "a response of version|does not end", 2),
 }
 
 

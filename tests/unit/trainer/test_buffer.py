@@ -160,12 +160,11 @@ async def test_a_stale_response_stops_the_run() -> None:
     dropped=st.lists(st.booleans(), min_size=1, max_size=9).filter(lambda pattern: not all(pattern)),
     no_signal=st.lists(st.booleans(), min_size=1, max_size=9).filter(lambda pattern: not all(pattern)),
     batch=st.integers(1, 4),
-    staleness=st.integers(0, 2),
     max_batches=st.integers(0, 3),
     dynamic=st.booleans(),
 )
 def test_a_run_with_dropped_prompts_equals_a_run_on_data_without_them(
-    dropped: list[bool], no_signal: list[bool], batch: int, staleness: int, max_batches: int, dynamic: bool
+    dropped: list[bool], no_signal: list[bool], batch: int, max_batches: int, dynamic: bool
 ) -> None:
     """The takes of a stream with such prompts are those of a stream without them, also after a resume."""
 
@@ -188,7 +187,7 @@ def test_a_run_with_dropped_prompts_equals_a_run_on_data_without_them(
 
         def buffer(order: PromptStream) -> EpisodeBuffer:
             signal = FilterGroupsConfig(metric="score", max_num_gen_batches=max_batches) if dynamic else None
-            return EpisodeBuffer(episode, order, batch, max_staleness=staleness, signal=signal)
+            return EpisodeBuffer(episode, order, batch, signal=signal)
 
         feed = buffer(PromptStream(SequentialSampler(3000)))
         for version in range(4):
@@ -213,9 +212,9 @@ def test_a_run_with_dropped_prompts_equals_a_run_on_data_without_them(
 
 async def test_dropped_prompts_are_counted_and_reported_once() -> None:
     async def episode(position: int, row: int) -> list[SampleHandle] | None:
-        return None if position in (1, 2, 7) else [handle(position, version=position // 4)]
+        return None if position in (1, 2, 7) else [handle(position, version=position // 2)]
 
-    buffer = EpisodeBuffer(episode, stream(), 2, max_staleness=1)
+    buffer = EpisodeBuffer(episode, stream(), 2)
     seen = []
     for version in range(4):
         buffer.advance(version)
@@ -231,6 +230,6 @@ async def test_data_with_only_overlong_prompts_ends_the_run() -> None:
 
     buffer = EpisodeBuffer(episode, stream(), 2)
     buffer.advance(0)
-    with pytest.raises(DataError, match=r"202 of the last 202 prompts are longer than data\.max_prompt_length"):
+    with pytest.raises(DataError, match=r"201 of the last 201 prompts are longer than data\.max_prompt_length"):
         await asyncio.wait_for(buffer.take(2), 10)
     await buffer.close()

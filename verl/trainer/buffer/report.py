@@ -20,7 +20,7 @@ _FIX = (
 
 
 class Take:
-    """The groups of one step: how many are wanted (`count`), and the groups that were selected, rejected or dropped.
+    """The groups that one step has seen: `count` are wanted, others are rejected, or their prompts dropped.
 
     `warn` is called while a search lasts; `metrics` and `warnings` are complete after `finish`.
     """
@@ -29,41 +29,50 @@ class Take:
         self.count, self._signal, self._warn = count, signal, warn
         self._bound = count * signal.max_num_gen_batches if signal and signal.max_num_gen_batches else sys.maxsize
         self._next_warning = LONG_SEARCH * count
-        self.selected: list[Group] = []  # all, in the order of the selection
         self.trained: list[Group] = []
         self._rejected: list[Group] = []  # without signal
-        self.dropped = 0  # prompts
+        self._dropped: list[Group] = []  # their prompts are too long
         self._discarded = 0  # samples
         self.metrics: dict[str, float] = {}
         self.warnings: list[str] = []
 
     @property
-    def _generated(self) -> int:
-        """The number of groups that were looked at."""
-        return len(self.trained) + len(self._rejected)
+    def seen(self) -> list[Group]:
+        """All groups, in the order of the stream."""
+        return sorted([*self.trained, *self._rejected, *self._dropped], key=lambda group: group.position)
 
     @property
-    def missing(self) -> int:
-        """The number of groups to select next; 0 at the end."""
-        return min(self.count - len(self.trained), self._bound - self._generated)
+    def dropped(self) -> int:
+        """The number of dropped prompts."""
+        return len(self._dropped)
 
-    def add(self, groups: Iterable[Group]) -> None:
-        """Add groups; warn if the search takes long, raise if nearly all prompts are dropped."""
+    def has_reached_bound(self, finished: int) -> bool:
+        """Return whether the search ends, although only `finished` groups have signal."""
+        return finished + len(self._rejected) >= self._bound
+
+    def add_unusable(self, groups: Iterable[Group], finished: int) -> None:
+        """Add groups that will not be trained, while `finished` others have signal.
+
+        Warns if the search takes long, and raises if nearly all prompts are dropped.
+        """
         for group in groups:
             self._discarded += group.discard_unverified()
-            self.selected.append(group)
-            if group.is_dropped:
-                self.dropped += 1
-            else:
-                (self.trained if group.has_signal else self._rejected).append(group)
-        if self.dropped > MAX_DROPPED * self.count:
-            raise DataError(
-                f"{self.dropped:,} of the last {self.dropped + self._generated:,} prompts are longer than "
-                "data.max_prompt_length and were dropped; increase it, or fix data.train_files"
-            )
-        if self._next_warning <= self._generated and self.missing > 0:
-            self._next_warning *= 2
-            self._warn(f"{self._describe_search()}. The search continues. {_FIX}")
+            (self._dropped if group.is_dropped else self._rejected).append(group)
+            generated = finished + len(self._rejected)
+            if self.dropped > MAX_DROPPED * self.count:
+                raise DataError(
+                    f"{self.dropped:,} of the last {self.dropped + generated:,} prompts are longer than "
+                    "data.max_prompt_length and were dropped; increase it, or fix data.train_files"
+                )
+            if self._next_warning <= generated and finished < self.count and not self.has_reached_bound(finished):
+                self._next_warning *= 2
+                self._warn(f"{self._describe_search(finished)}. The search continues. {_FIX}")
+
+    def train(self, groups: Iterable[Group]) -> None:
+        """Add the groups to train on."""
+        for group in groups:
+            self._discarded += group.discard_unverified()
+            self.trained.append(group)
 
     def finish(self, position: int, *, has_dropped: bool) -> None:
         """Set metrics and warnings; raise if there is nothing to train on.
@@ -82,7 +91,7 @@ class Take:
             self._report_search(position)
         if self.dropped and not has_dropped:
             self.warnings.append(
-                f"{self.dropped:,} of {self.dropped + self._generated:,} prompts are longer than "
+                f"{self.dropped:,} of {len(self.seen):,} prompts are longer than "
                 "data.max_prompt_length and were dropped (data.filter_overlong_prompts=True); the next prompts replace "
                 "them. From now on data/prompts_dropped counts them for each step"
             )
@@ -95,26 +104,27 @@ class Take:
             )
 
     def _report_search(self, position: int) -> None:
+        generated = len(self.trained) + len(self._rejected)
         self.metrics |= {
-            "sampling/groups_generated": float(self._generated),
+            "sampling/groups_generated": float(generated),
             "sampling/groups_dropped": float(len(self._rejected)),
-            "sampling/gen_batches": self._generated / self.count,
+            "sampling/gen_batches": generated / self.count,
         }
         if self._rejected:
             self.metrics["sampling/dropped_score_mean"] = self._mean_rejected_score()
         if len(self.trained) == self.count:
             return
-        search = self._describe_search()
+        search = self._describe_search(len(self.trained))
         if not self.trained:
-            first = position - self._generated
+            first = position - generated
             raise RewardError(f"{search}. Their prompts are {first} to {position - 1} of the stream. {_FIX}")
         self.warnings.append(f"{search}. The step trains on the smaller batch. {_FIX}")
 
-    def _describe_search(self) -> str:
+    def _describe_search(self, with_signal: int) -> str:
         has_bound = self._bound < sys.maxsize
         bound = f"at most {self._bound // self.count} batches are searched" if has_bound else "searched without a bound"
         return (
-            f"dynamic sampling: {len(self.trained)} of {self._generated:,} groups have different scores, "
+            f"dynamic sampling: {with_signal} of {with_signal + len(self._rejected):,} groups have different scores, "
             f"{self.count:,} are needed ({bound}); the mean score of the others is {self._mean_rejected_score():.3g}"
         )
 
