@@ -170,7 +170,7 @@ class SampleHandle:
 
     `tokens` counts prompt and response, `teacher_tokens` the same in the teacher's own chat template (0 without one),
     `prompt_tokens` those before the first generated one (0 if unknown), `generated` the generated ones of the whole
-    episode; `version` is the oldest weight version used.
+    episode; `version` is the oldest weight version used, `versions` the number of versions from there to the newest.
     `index` is the position of the episode within its group: (group, index) identifies an episode of a run. If it has
     several `branches`, there are as many samples with that index; `one_per_episode` selects one of them.
     `final_answer` is its vote among the responses to a validation prompt.
@@ -192,6 +192,7 @@ class SampleHandle:
     prompt_tokens: int = 0
     engines: frozenset[int] = frozenset()
     branches: int = 1
+    versions: int = 1
 
 
 def one_per_episode(handles: Iterable[SampleHandle]) -> list[SampleHandle]:

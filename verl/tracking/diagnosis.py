@@ -10,6 +10,7 @@ Numbers = Mapping[str, float]
 _SMOOTHING = 0.2  # weight of a step in the running mean that validations are compared with
 _MIN_DIVERGENCE = 0.1  # relative fall of the validation and rise of the reward that indicate reward hacking
 _LARGE_REWARD, _OUTLIER_STDS = 10.0, 20.0  # both must be exceeded by an outlier
+_IDLE = 0.3  # share of a step
 _KL_REMEDY = (
     "keep the policy closer to the reference with actor_rollout_ref.actor.use_kl_loss=True and a larger "
     "actor_rollout_ref.actor.kl_loss_coef, or algorithm.use_kl_in_reward=True and algorithm.kl_ctrl.kl_coef=0.01; or "
@@ -121,8 +122,9 @@ def _find_reward_problems(metrics: Numbers) -> Iterator[tuple[str, str]]:
 
 
 def _find_training_problems(metrics: Numbers) -> Iterator[tuple[str, str]]:
+    yield from _find_idle_devices(metrics)
     gap = metrics.get("training/rollout_probs_diff_mean", 0.0)
-    if gap > 0.01:
+    if gap > 0.01 and not metrics.get("training/staleness"):  # of older weights it is expected
         yield (
             "mismatch",
             "trainer and rollout engine compute different probabilities: training/rollout_probs_diff_mean is "
@@ -159,4 +161,23 @@ def _find_training_problems(metrics: Numbers) -> Iterator[tuple[str, str]]:
             "truncation",
             f"{share:.0%} of the responses were truncated by the length limit; try a larger data.max_response_length, "
             "or check that the model generates its end token",
+        )
+
+
+def _find_idle_devices(metrics: Numbers) -> Iterator[tuple[str, str]]:
+    """Say which pool to enlarge where training and generation have devices of their own."""
+    training, generation = metrics.get("perf/trainer_idle", 0.0), metrics.get("perf/generation_idle", 0.0)
+    if training > _IDLE and training > generation:
+        yield (
+            "trainer waits",
+            f"the train workers waited for responses during {training:.0%} of the step; give generation more of the "
+            "devices (actor_rollout_ref.rollout.n_gpus_per_node), or let it run further ahead "
+            "(async_training.staleness_threshold, trainer.max_staleness)",
+        )
+    elif generation > _IDLE:
+        yield (
+            "generation waits",
+            f"no response was generated during {generation:.0%} of the step, because training is behind; give training "
+            "more of the devices (trainer.n_gpus_per_node), or let generation run further ahead "
+            "(async_training.staleness_threshold, trainer.max_staleness)",
         )

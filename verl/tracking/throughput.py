@@ -18,6 +18,8 @@ class Throughput:
         epochs: How often a step trains on its samples.
         shape: The shape of the policy model, for the model FLOPs utilization (MFU).
         peak: Floating-point operations per second of a device; None if unknown.
+        is_asynchronous: Whether responses are generated during the whole step.
+        has_own_engines: Whether they are generated on other devices than those of the train workers.
     """
 
     devices: int
@@ -25,15 +27,22 @@ class Throughput:
     epochs: int = 1
     shape: ModelShape | None = None
     peak: float | None = None
+    is_asynchronous: bool = False
+    has_own_engines: bool = False
 
-    def measure(self, plan: Mapping[str, float], times: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics from those of the plan and the seconds of the phases."""
+    def measure(self, plan: Mapping[str, float], times: Mapping[str, float], idle_s: float = 0.0) -> dict[str, float]:
+        """Return the metrics from those of the plan, the seconds of the phases, and those without any generation."""
+        step, waited = times["timing_s/step"], times["timing_s/gen"]
+        if self.is_asynchronous:
+            times = {**times, "timing_s/gen": step}
         tokens, generated = plan["plan/tokens"], plan["plan/generated_tokens"]
         work = {"gen": generated, "prepare": tokens, "update": self.epochs * tokens}
         speed = {phase: count / max(times[f"timing_s/{phase}"], 1e-9) for phase, count in work.items()}
-        total = tokens / times["timing_s/step"]
+        total = tokens / step
         metrics = {"perf/throughput": total, "perf/throughput_per_device": total / self.devices}
         metrics |= {f"perf/tokens_per_s/{phase}": value for phase, value in speed.items()}
+        if self.is_asynchronous and self.has_own_engines:
+            metrics |= {"perf/trainer_idle": waited / step, "perf/generation_idle": min(idle_s / step, 1.0)}
         if self.shape is None or self.peak is None:
             return metrics
         operations = self.shape.count_operations(context=tokens / plan["plan/samples"] / 2)

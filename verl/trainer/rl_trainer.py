@@ -13,6 +13,7 @@ from verl.tracking.diagnosis import Diagnosis, is_uniform
 from verl.tracking.metrics import Metrics, resident_gib, timer
 from verl.tracking.throughput import Throughput
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
+from verl.trainer.buffer.report import describe_staleness
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.train_loop import Validation
 from verl.weights.sync import WeightSync
@@ -73,9 +74,9 @@ class RLTrainer:
             self.buffer.discard_from(self.weights.outliers)
         whole = {
             "data/position": self.buffer.position,
-            "training/staleness": version - min(sample.version for sample in samples),
             "perf/controller_rss_gib": resident_gib(),
-            **self._throughput.measure(plan.metrics, times),
+            **describe_staleness(samples, version),
+            **self._throughput.measure(plan.metrics, times, self.buffer.idle.read()),
         }
         failures = self.episodes.failures.end_step()
         return Metrics.merge(self.buffer.metrics, failures, plan.metrics, stats, update, sync, times, whole)

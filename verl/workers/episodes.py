@@ -291,4 +291,5 @@ def make_handle(sample: Sample, ref: Any) -> SampleHandle:
         teacher_tokens=0 if sample.teacher_prompt is None else len(sample.teacher_prompt) + len(generated),
         engines=sample.engines,
         branches=sample.branches,
+        versions=int(np.ptp(generated)) + 1 if len(generated) else 1,
     )

@@ -11,7 +11,7 @@ from verl.data.samplers import PromptStream
 from verl.errors import ConfigError, WeightSyncError
 from verl.trainer.buffer.admission import Admission
 from verl.trainer.buffer.groups import Group
-from verl.trainer.buffer.report import Take
+from verl.trainer.buffer.report import IdleTimer, Take
 from verl.trainer.buffer.selection import Selection
 from verl.trainer.buffer.signal import get_raw_score, group_has_signal
 from verl.types import SampleHandle
@@ -37,6 +37,7 @@ class EpisodeBuffer:
     Attributes:
         metrics: The metrics of the last take; empty if no sample was discarded, rejected or dropped.
         warnings: The warnings of the last take.
+        idle: Measures the time in which no group runs, from the last `advance` on.
     """
 
     def __init__(
@@ -86,10 +87,12 @@ class EpisodeBuffer:
         self._has_dropped = False
         self.metrics: dict[str, float] = {}
         self.warnings: list[str] = []
+        self.idle = IdleTimer()
 
     def advance(self, version: int) -> None:
         """Start the groups that are allowed now that the engines have `version`."""
         self._version = version
+        self.idle.read()
         self._admission.advance(version)
         self._start_allowed()
 
@@ -156,6 +159,7 @@ class EpisodeBuffer:
             group.task = asyncio.ensure_future(self._run(group, row))
 
     async def _run(self, group: Group, row: int) -> None:
+        self.idle.begin()
         try:
             self._finish(group, await self._run_group(group.position, row))
         except BaseException as error:
@@ -163,6 +167,7 @@ class EpisodeBuffer:
             if not isinstance(error, Exception):
                 raise
         finally:
+            self.idle.end()
             self._changed.set()
 
     def _finish(self, group: Group, samples: list[SampleHandle] | None) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.errors import DataError, ProcessLostError, RewardError
 from verl.trainer.buffer.groups import Group
+from verl.types import SampleHandle
 
 MAX_DROPPED = 100  # prompts for each one of a batch; with more the data does not fit the settings
 LONG_SEARCH = 10  # batches without enough groups that have signal, before the first warning
@@ -17,6 +19,47 @@ _FIX = (
     "(actor_rollout_ref.rollout.n, actor_rollout_ref.rollout.temperature), compare another metric "
     "(algorithm.filter_groups.metric), or search longer (algorithm.filter_groups.max_num_gen_batches)"
 )
+
+
+def describe_staleness(samples: Sequence[SampleHandle], version: int) -> dict[str, float]:
+    """Return how many versions the samples of a step lag behind its weights, and how many versions sampled each."""
+    ages = [version - sample.version for sample in samples]
+    metrics = {"training/staleness": float(max(ages))}
+    if max(ages) == 0:
+        return metrics
+    spans = [sample.versions for sample in samples]
+    return metrics | {
+        "training/staleness_mean": sum(ages) / len(ages),
+        "training/versions_in_response_mean": sum(spans) / len(spans),
+        "training/versions_in_response_max": float(max(spans)),
+    }
+
+
+class IdleTimer:
+    """Measures the time in which no group runs."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._running = clock, 0
+        self._since, self._seconds = clock(), 0.0
+
+    def begin(self) -> None:
+        """A group starts."""
+        self._running += 1
+        if self._running == 1:
+            self._seconds += self._clock() - self._since
+
+    def end(self) -> None:
+        """A group has finished."""
+        self._running -= 1
+        if self._running == 0:
+            self._since = self._clock()
+
+    def read(self) -> float:
+        """Return the idle seconds since the last call."""
+        now = self._clock()
+        seconds = self._seconds + (0.0 if self._running else now - self._since)
+        self._seconds, self._since = 0.0, now
+        return seconds
 
 
 class Take:
