@@ -36,6 +36,10 @@ class Fate(Protocol):
     broken: Sequence[int]  # engines that never start again
     is_synchronous: bool  # no request runs while the model is trained
 
+    def slowness(self, token_ids: Sequence[int]) -> float:
+        """Return how many times as long as others the response to a request takes."""
+        ...
+
     def delay(self) -> float:
         """Return the seconds that one message takes."""
         ...
@@ -141,8 +145,9 @@ class SimulatedEngine:
             self._fate.check(is_awake or not self._fate.is_synchronous, "a request was sent to an engine that sleeps")
             tokens = answer_to(token_ids, sampling)
             weights, versions = [], []
+            token_s = self._fate.token_s * self._fate.slowness(token_ids)
             for _ in tokens:
-                await process.work(self._fate.draw.expovariate(1 / self._fate.token_s))
+                await process.work(self._fate.draw.expovariate(1 / token_s))
                 await self._until_it_does_not_hang(process)
                 await process.is_awake.wait()
                 weights.append(process.weights + process.error)

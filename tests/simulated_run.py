@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 ROWS = 1000
 MAX_RESTARTS = 4
-ANSWER_S, STALL_S, START_S, PATIENCE_S = 20.0, 90.0, 120.0, 5_000.0
+ANSWER_S, START_S, PATIENCE_S = 20.0, 120.0, 5_000.0
 PROBE = Probe(sequences=((1, 2),), tolerance=1e-3)
 
 
@@ -74,9 +74,9 @@ class Outcome:
     history: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int) -> Outcome:
+def run_seed(seed: int, *, asynchronous: bool = False) -> Outcome:
     """One run, and with rounds a second one without faults to compare it with."""
-    scenario = Scenario.draw(seed)
+    scenario = Scenario.draw(seed, asynchronous=asynchronous)
     outcome = _run(scenario, seed)
     if scenario.together:
         calm = _run(scenario.without_faults(), seed)
@@ -168,6 +168,9 @@ class _World:
         self._begun: set[tuple[int, int]] = set()
 
     # What goes wrong
+
+    def slowness(self, token_ids: Sequence[int]) -> float:
+        return self.scenario.slowness(*token_ids)
 
     def delay(self) -> float:
         return self.draw.choice((0.0, 0.0, 0.01, 0.01, 0.01, 0.2, 0.2, 2.0))
@@ -291,6 +294,15 @@ class _World:
         wrong = {each for each in done ^ trained if each in trained or self.scenario.is_usable(each, self.seed)}
         self.check(wrong <= self._may_miss, f"a checkpoint is wrong about the positions {sorted(wrong)}")
 
+    def _check_started(self, running: frozenset[int], trained: frozenset[int], version: int) -> None:
+        """Check that every group that has started is trained, will not be trained, or runs; at the end none runs."""
+        gone = self._begun_by_life - running - trained - self._may_miss
+        lost = [position for position in gone if self.scenario.is_usable(position, self.seed)]
+        self.check(not lost, f"the positions {lost} have started, and are neither trained nor running")
+        left = [position for position in running if self.scenario.is_usable(position, self.seed)]
+        is_last = version + 1 == self.scenario.steps and not self.scenario.max_batches
+        self.check(not (is_last and left), f"the positions {left} started and are never trained")
+
     def _event(self, event: EngineEvent) -> None:
         self.note(str(event))
         if event.state is EngineState.READY and event.previous is EngineState.PROBING:
@@ -402,7 +414,7 @@ class _World:
         self.pools = [
             ObservedPool(
                 EngineView.of([engine.as_seen_by_workers() for engine in self.engines]),
-                stall_timeout_s=STALL_S,
+                stall_timeout_s=scenario.stall_s,
                 recovery_timeout_s=PATIENCE_S,
                 reply_timeout_s=ANSWER_S,
                 poll_interval_s=3.0,
@@ -476,6 +488,7 @@ class _World:
                 samples = await buffer.take(scenario.batch)
                 trained = self._check_step(version, samples, trained)
                 self._check_skipped(buffer.state(), trained)
+                self._check_started(frozenset(buffer._groups), trained, version)
                 await self.weight_sync.free_devices()
                 with self.model.using(TRAINING):
                     await self.model.compute(2.0)

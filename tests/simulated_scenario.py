@@ -18,6 +18,7 @@ class Scenario:
     max_staleness: int
     run_ahead: float  # batches
     turns: int  # of an episode
+    long_rate: float  # of episodes that take many times as long as others
     dynamic: bool
     max_batches: int
     left_out_rate: float
@@ -39,7 +40,8 @@ class Scenario:
     change_every_s: float
 
     @classmethod
-    def draw(cls, seed: int) -> Scenario:
+    def draw(cls, seed: int, *, asynchronous: bool = False) -> Scenario:
+        """Return what a seed decides; with `asynchronous`, one in which generation may run ahead."""
         draw = random.Random(f"scenario {seed}")
         engines, together = draw.choice([1, 2, 2, 3, 4]), draw.random() < 0.2
         more = random.Random(f"more {seed}")  # of what came later, so that older seeds stay as they are
@@ -53,6 +55,7 @@ class Scenario:
             max_staleness=0 if together else draw.randint(0, 3),
             run_ahead=0.0,
             turns=1,
+            long_rate=0.0,
             dynamic=dynamic,
             max_batches=draw.choice([0, 2, 3, 4]) if dynamic else 0,
             left_out_rate=0.0 if together else draw.choice([0.0, 0.0, 0.1, 0.3]),
@@ -73,14 +76,18 @@ class Scenario:
             changes=0,
             change_every_s=0.0,
         )
+        if asynchronous:
+            staleness = random.Random(f"staleness {seed}").choice([1, 1, 2, 3, 4, 8])
+            scenario = replace(scenario, together=False, max_staleness=staleness)
         shares = random.Random(f"shares {seed}").random() < (0.7 if scenario.is_synchronous else 0.4)
         scenario = replace(scenario, shares_devices=shares)
         if not scenario.is_synchronous:
             ahead = random.Random(f"ahead {seed}")
             run_ahead = scenario.max_staleness * ahead.choice([0.25, 0.5, 1.0])
-            scenario = replace(scenario, run_ahead=run_ahead, turns=ahead.choice([1, 1, 2, 3]))
+            turns, long_rate = ahead.choice([1, 1, 2, 3]), ahead.choice([0.0, 0.1, 0.3])
+            scenario = replace(scenario, run_ahead=run_ahead, turns=turns, long_rate=long_rate)
         scale = random.Random(f"scale {seed}")
-        if not together and scale.random() < 0.3:
+        if not scenario.together and scale.random() < 0.3:
             changes, every_s = scale.choice([2, 5, 10]), scale.choice([5.0, 20.0, 60.0])
             scenario = replace(scenario, changes=changes, change_every_s=every_s)
         empty = scenario.is_synchronous and any(not batch for batch in scenario.batches(seed))
@@ -99,6 +106,16 @@ class Scenario:
 
     def has_signal(self, position: int, seed: int) -> bool:
         return not self.dynamic or _chance("signal", seed, position) < 0.6
+
+    @property
+    def stall_s(self) -> float:
+        """How long an engine may finish nothing; longer than any response takes."""
+        return 2_000.0 if self.long_rate else 90.0
+
+    def slowness(self, position: int, number: int) -> float:
+        """How many times as long as others an episode takes."""
+        draw = random.Random(f"long {position} {number}")
+        return draw.choice([5.0, 20.0]) if draw.random() < self.long_rate else 1.0
 
     def is_usable(self, position: int, seed: int) -> bool:
         return not self.is_left_out(position, seed) and self.has_signal(position, seed)

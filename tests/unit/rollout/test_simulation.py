@@ -149,7 +149,13 @@ MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed
         "which has left|does not see",
         0,
     ),
-    "a pool that does not learn that engines joined": (EnginePool, "update", _nothing, "does not see", 0),
+    "a pool that does not learn that engines joined": (
+        EnginePool,
+        "update",
+        _nothing,
+        "does not see|which has left",
+        0,
+    ),
     "engines that get requests before they are ready": (
         EngineSupervisor,
         "add",
