@@ -39,7 +39,7 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
 
 def test_an_unknown_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    known = "Commands: train, sft, demo, data, generate, eval, merge, config, plan, migrate, env, completion."
+    known = "Commands: train, sft, demo, data, generate, eval, merge, config, audit, plan, migrate, env, completion."
     assert capsys.readouterr().err == f"verl: unknown command 'trian'. Did you mean 'train'? {known}\n"
     assert main(["xyz"]) == 2
     assert capsys.readouterr().err == f"verl: unknown command 'xyz'. {known}\n"
@@ -158,7 +158,7 @@ def test_config_json_prints_one_object_for_each_point_of_a_sweep(capsys: pytest.
 
 
 def test_config_with_a_bare_key_explains_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "data.train_batch_size", "rollout.name", "trainer.nnodes", "trainer.max_staleness"]) == 0
+    assert main(["config", "data.train_batch_size", "rollout.name", "trainer.nnodes", "trainer.prometheus.enable"]) == 0
     text = capsys.readouterr().out
     assert "Prompts per step" in text
     assert "default: 1024" in text

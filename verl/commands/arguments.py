@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": "score responses: mean@n, pass@k, maj@n",
     "merge": "convert a checkpoint to a Hugging Face model and verify it",
     "config": "print all settings with their documentation",
+    "audit": "prove from a run's folder that every prompt was trained once, in time",
     "plan": "estimate memory and time of a run, and propose settings with which it fits",
     "migrate": "turn a launch script or YAML of another setup into a command of verl",
     "env": "print versions and machine, for bug reports",
@@ -23,7 +24,7 @@ COMMANDS = {
 }
 """Name -> summary of every subcommand, in the order of `verl --help`."""
 
-MODULES = {"eval": "evaluate"}
+MODULES = {"eval": "evaluate", "audit": "runs.audit"}
 """Modules in `verl.commands` that are not named after their command."""
 
 SETTINGS_HELP = """\

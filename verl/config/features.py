@@ -98,7 +98,7 @@ def frees_engine_memory(config: Config, device: str) -> bool:
     if not config.actor_rollout_ref.hybrid_engine:
         return False
     wanted = config.actor_rollout_ref.rollout.free_cache_engine
-    return device != "cpu" and config.trainer.max_staleness == 0 if wanted is None else wanted
+    return device != "cpu" if wanted is None else wanted
 
 
 def get_quantization(config: Config) -> str | None:

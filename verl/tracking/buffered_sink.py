@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from verl.redaction import redact
 from verl.tracking.console import Console
@@ -32,7 +33,7 @@ class BufferedSink:
     ) -> None:
         self._open, self._name, self._fix, self._console, self._clock = open_sink, name, fix, console, clock
         self._sink: Sink | None = None
-        self._records: deque[tuple[dict[str, float], int]] = deque()
+        self._records: deque[tuple[dict[str, Any], int]] = deque()
         self._failures = self._dropped = 0
         self._retry_at = 0.0
         try:
@@ -40,7 +41,7 @@ class BufferedSink:
         except OSError as error:
             self._report(error)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
         self._records.append((dict(metrics), step))
         if len(self._records) > MAX_RECORDS:
             self._records.popleft()

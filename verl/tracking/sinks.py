@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from verl.private_files import make_folder
 from verl.redaction import redact_settings
@@ -35,23 +36,23 @@ class ConsoleSink:
 
 
 class JsonlSink:
-    """Writes `metrics.jsonl` in the run's folder: one JSON object per line, with `step` and `time` (Unix time).
+    """Writes records to a file in the run's folder: one JSON object per line, with `step` and `time` (Unix time).
 
     A resumed run drops the lines of the steps that it will repeat, and a last line that a crash truncated. A new run in
-    a used folder renames the old file to `metrics-1.jsonl` (2, 3...). Numbers that JSON cannot represent are written as
-    the strings "NaN", "Infinity" and "-Infinity".
+    a used folder renames the old file, such as `metrics.jsonl` to `metrics-1.jsonl` (2, 3...). Numbers that JSON cannot
+    represent are written as the strings "NaN", "Infinity" and "-Infinity".
     """
 
-    def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
+    def __init__(self, folder: Path, resumed_step: int | None = None, name: str = "metrics") -> None:
         make_folder(folder)
-        path = folder / "metrics.jsonl"
+        path = folder / f"{name}.jsonl"
         if path.exists() and resumed_step is None:
-            path.rename(next(p for n in range(1, 10**6) if not (p := folder / f"metrics-{n}.jsonl").exists()))
+            path.rename(next(p for n in range(1, 10**6) if not (p := folder / f"{name}-{n}.jsonl").exists()))
         elif path.exists():
             _truncate_after(path, resumed_step)
         self._path, self._file = path, path.open("ab", buffering=0)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
         record = {"step": step, "time": round(time.time(), 3)} | {name: _jsonable(v) for name, v in metrics.items()}
         rest, end = (
             memoryview(f"{json.dumps(record, allow_nan=False)}\n".encode()),
@@ -128,6 +129,15 @@ def open_sinks(names: Sequence[str], run: RunInfo, console: Console | None = Non
     return Sinks([_open_sink(name, run, console) for name in dict.fromkeys(names) if name != "none"])
 
 
+def open_record(name: str, folder: Path, resumed_step: int | None, console: Console) -> BufferedSink:
+    """Open NAME.jsonl in the run's folder, for records whose values may be lists."""
+    path, fix = (
+        folder / f"{name}.jsonl",
+        f"Check that {folder} is writable, and free space on its disk (df -h {folder}).",
+    )
+    return BufferedSink(lambda: JsonlSink(folder, resumed_step, name), str(path), fix, console)
+
+
 def _truncate_after(path: Path, step: int | None) -> None:
     """Atomically rewrite the file without lines that are unreadable or later than `step`."""
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_kept(line, step)]
@@ -144,7 +154,9 @@ def _is_kept(line: str, step: int | None) -> bool:
     return step is not None and record["step"] <= step
 
 
-def _jsonable(value: float) -> float | str:
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, list | int):
+        return value
     value = float(value)
     if math.isfinite(value):
         return value

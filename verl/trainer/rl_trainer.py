@@ -11,6 +11,7 @@ from verl.data.plan import Planner
 from verl.tracking.console import Console
 from verl.tracking.diagnosis import Diagnosis, is_uniform
 from verl.tracking.metrics import Metrics, resident_gib, timer
+from verl.tracking.sink import Sink
 from verl.tracking.throughput import Throughput
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.buffer.report import describe_staleness
@@ -42,10 +43,11 @@ class RLTrainer:
         evaluator: Evaluator | None,
         console: Console,
         throughput: Throughput,
+        trained: Sink,
     ) -> None:
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
         self.episodes, self.evaluator, self.console = episodes, evaluator, console
-        self._throughput = throughput
+        self._throughput, self._trained = throughput, trained
         self._diagnosis = Diagnosis()
         self._weights_version: int | None = None  # version in the train workers; None during an update
 
@@ -72,6 +74,7 @@ class RLTrainer:
             with self.console.stage("sending the weights to the engines", is_logged=False):
                 sync = await self.weights.sync(version + 1)  # every engine moves to the new version, and proves it
             self.buffer.discard_from(self.weights.outliers)
+        self._trained.log(self.buffer.record, version + 1)
         whole = {
             "data/position": self.buffer.position,
             "perf/controller_rss_gib": resident_gib(),

@@ -35,6 +35,7 @@ from verl.data.samplers import PromptStream, SequentialSampler
 from verl.rewards.result import FailureTracker
 from verl.rollout.engine import EngineView
 from verl.rollout.replica_pool import EnginePool
+from verl.tracking.sink import FunctionSink
 from verl.tracking.throughput import Throughput
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.build.placement import place_engines
@@ -119,6 +120,7 @@ class Controller:
             None,
             console,
             Throughput(ranks, ranks),
+            FunctionSink(lambda record, step: None, lambda: None),
         )
         await self.trainer.begin(0)
 

@@ -149,7 +149,6 @@ def test_the_lora_snippet_loads() -> None:
                 "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
             },
         ),
-        ("trainer: {max_staleness: 1}", {"trainer.max_staleness"}),
         ("critic: {strategy: megatron}", {"critic.strategy"}),
     ],
 )

@@ -212,7 +212,7 @@ def test_all_problems_come_at_once_each_with_key_value_rule_and_fix() -> None:
         "critic=3",
         "trainer.save_freq=0",
         "trainer.logger=[console,wnadb]",
-        "trainer.max_staleness=1",
+        "trainer.max_staleness=-1",
         "trainer.test_freq=5",
         "actor_rollout_ref.actor.fsdp_config.dtype=int8",
     )
@@ -225,7 +225,7 @@ def test_all_problems_come_at_once_each_with_key_value_rule_and_fix() -> None:
         "critic": "3 must be a section",
         "trainer.save_freq": "0 must be -1 (never) or at least 1; set trainer.save_freq=null",
         "trainer.logger": "wnadb must be one of console, jsonl",
-        "trainer.max_staleness": "1 is not supported yet; set trainer.max_staleness=0",
+        "trainer.max_staleness": "-1 must be at least 0; set trainer.max_staleness=0",
         "trainer.test_freq": "5 requires validation data; set data.val_files=test.parquet",
         "actor_rollout_ref.actor.fsdp_config.dtype": "int8 must be one of auto, float32, bfloat16, float16",
     }

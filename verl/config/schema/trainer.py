@@ -145,7 +145,7 @@ class TrainerConfig(RunConfig):
     """Steps between updates of the reference to the current policy (SPIN); -1: none."""
     ref_update_ratio: float = setting(1.0, gt=0, le=1, only_if=unless(".ref_update_freq", -1))
     """Weight of the policy in an update of the reference; 1: copy the policy; below 1: moving average (EMA)."""
-    max_staleness: int = setting(0, unit="versions", ge=0, planned=True)
+    max_staleness: int = setting(0, unit="versions", ge=0)
     """Maximum weight versions that a response may lag; 0: synchronous."""
     deterministic: bool = setting(False)
     """Bitwise reproducible: seeded responses, fixed batches; on GPUs deterministic kernels of torch and vLLM."""

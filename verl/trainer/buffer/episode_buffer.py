@@ -37,6 +37,7 @@ class EpisodeBuffer:
     Attributes:
         metrics: The metrics of the last take; empty if no sample was discarded, rejected or dropped.
         warnings: The warnings of the last take.
+        record: What the last take has used, for `trained.jsonl`.
         idle: Measures the time in which no group runs, from the last `advance` on.
     """
 
@@ -87,6 +88,7 @@ class EpisodeBuffer:
         self._has_dropped = False
         self.metrics: dict[str, float] = {}
         self.warnings: list[str] = []
+        self.record: dict[str, Any] = {}
         self.idle = IdleTimer()
 
     def advance(self, version: int) -> None:
@@ -113,6 +115,12 @@ class EpisodeBuffer:
         take.finish(self.position, has_dropped=self._has_dropped)
         self._has_dropped |= take.dropped > 0
         self.metrics, self.warnings = take.metrics, take.warnings
+        self.record = {
+            "version": self._version,
+            "max_staleness": self._max_staleness,
+            "position": self.position,
+            **take.describe(),
+        }
         samples = [sample for group in take.trained for sample in group.samples]
         oldest = min(sample.version for sample in samples)
         if self._version - oldest > self._max_staleness:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.errors import DataError, ProcessLostError, RewardError
@@ -145,6 +146,16 @@ class Take:
                 f"none of the responses to {len(self.trained)} prompts could be scored: there is nothing to train on. "
                 "Fix the reward function (reward.max_failure_rate allows this many failures)"
             )
+
+    def describe(self) -> dict[str, list[Any]]:
+        """Return the positions of all groups, of trained ones with the first and the last version that sampled them."""
+        trained = []
+        for group in self.trained:
+            oldest = min((sample.version for sample in group.samples), default=group.version)
+            newest = max((sample.version + sample.versions - 1 for sample in group.samples), default=group.version)
+            trained.append([group.position, oldest, newest, len(group.samples)])
+        rejected, dropped = ([group.position for group in groups] for groups in (self._rejected, self._dropped))
+        return {"trained": trained, "rejected": rejected, "dropped": dropped}
 
     def _report_search(self, position: int) -> None:
         generated = len(self.trained) + len(self._rejected)

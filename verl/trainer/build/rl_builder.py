@@ -141,7 +141,7 @@ class RLBuilder(RunBuilder[Config]):
         version = await self.resume(policy, stream, schedule)
         episodes = self.build_episode_client(data, episode_pool, supervisor)
         trainer = RLTrainer(
-            self.build_buffer(episodes, stream),
+            self.build_buffer(episodes, stream, schedule.total_steps - version),
             build_planner(self.config, policy.layout.data_size),
             policy,
             self.build_weight_sync(policy, data, supervisor),
@@ -149,13 +149,20 @@ class RLBuilder(RunBuilder[Config]):
             self.build_evaluator(episodes, data),
             self.console,
             await self.build_throughput(policy),
+            self.open_record("trained", version),
         )
         return self.build_loop(trainer, policy, schedule, version)
 
     async def build_throughput(self, policy: PolicyGroup) -> Throughput:
         devices, config = self.pool.count, self.config
-        rollout_devices = devices if config.actor_rollout_ref.hybrid_engine else count_rollout_devices(config)
-        throughput = Throughput(devices, rollout_devices, config.actor_rollout_ref.actor.ppo_epochs)
+        shares_devices = config.actor_rollout_ref.hybrid_engine
+        throughput = Throughput(
+            devices,
+            devices if shares_devices else count_rollout_devices(config),
+            config.actor_rollout_ref.actor.ppo_epochs,
+            is_asynchronous=config.trainer.max_staleness > 0,
+            has_own_engines=not shares_devices,
+        )
         device = None if self.device == "cpu" else find_device(await policy.device_name())
         if device is None:
             return throughput
@@ -214,13 +221,15 @@ class RLBuilder(RunBuilder[Config]):
             self.config, pool, supervisor, failures, data.stop_token_ids, greedy_baseline=greedy_baseline
         )
 
-    def build_buffer(self, episodes: EpisodeClient, stream: PromptStream) -> EpisodeBuffer:
-        dynamic = self.config.algorithm.filter_groups
+    def build_buffer(self, episodes: EpisodeClient, stream: PromptStream, steps: int) -> EpisodeBuffer:
+        dynamic, staleness = self.config.algorithm.filter_groups, self.config.trainer.max_staleness
         buffer = EpisodeBuffer(
             episodes.run_group,
             stream,
             self.config.data.train_batch_size,
-            max_staleness=self.config.trainer.max_staleness,
+            max_staleness=staleness,
+            run_ahead=min(staleness, 1),
+            steps=steps,
             signal=dynamic if dynamic.enable else None,
             warn=self.console.advice,
         )

@@ -25,7 +25,7 @@ from verl.errors import CheckpointError, ConfigError
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sink import RunInfo, Sink
-from verl.tracking.sinks import open_sinks
+from verl.tracking.sinks import open_record, open_sinks
 from verl.trainer.build.run_sources import DATA, Sources, digest_sources, find_changes
 from verl.trainer.build.worker_settings import timeouts
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
@@ -188,6 +188,12 @@ class RunBuilder(Generic[C]):
         self._closing.callback(self.tracker.close)
         self.tracker.log(self.times, version)
         return version
+
+    def open_record(self, name: str, version: int) -> Sink:
+        """Open a file of records in the run's folder, next to the metrics."""
+        record = open_record(name, self.config.trainer.checkpoint_dir, version or None, self.console)
+        self._closing.callback(record.close)
+        return record
 
     def build_loop(self, task: T, workers: RankGroup, schedule: LoopSchedule, version: int) -> TrainLoop[T]:
         checkpointer = build_checkpointer(

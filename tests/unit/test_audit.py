@@ -1,0 +1,102 @@
+"""`verl audit` finds every way in which the records of a run can contradict each other, and none in a good run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.checkpoint.files import make_directory, write
+from verl.checkpoint.manifest import CheckpointDir
+from verl.commands.runs.audit import Audit, audit_run, main
+from verl.errors import VerlError
+
+pytestmark = pytest.mark.unit
+
+
+def record(step: int, trained: list[list[int]], position: int, **others: Any) -> dict[str, Any]:
+    """Return the record of a step; each of the trained prompts is [position, oldest version, newest version]."""
+    return {
+        "step": step,
+        "version": step - 1,
+        "max_staleness": 2,
+        "position": position,
+        "trained": [[*each, 4] for each in trained],
+        "rejected": [],
+        "dropped": [],
+        **others,
+    }
+
+
+GOOD = [
+    record(1, [[1, 0, 0], [2, 0, 0]], 0),
+    record(2, [[3, 0, 1], [4, 1, 1]], 0, rejected=[5]),
+    record(3, [[0, 0, 2], [7, 1, 2]], 8, dropped=[6]),
+]
+
+
+def make_run(folder: Path, records: list[dict[str, Any]], states: dict[int, dict[str, Any]] | None = None) -> Path:
+    (folder / "trained.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    checkpoints = CheckpointDir(folder)
+    for step, state in (states or {}).items():
+        directory = checkpoints.begin(step)
+        make_directory(directory / "actor")
+        checkpoints.commit(step, {"actor/0": write(directory / "actor" / "0", b"x")}, {"data": state})
+    return folder
+
+
+def test_a_good_run_has_no_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    states = {2: {"position": 0, "consumed": [1, 2, 3, 4, 5]}, 3: {"position": 8}}
+    make_run(tmp_path, GOOD, states)
+    assert audit_run(tmp_path) == Audit(
+        steps=3, trained=6, rejected=1, dropped=1, staleness={0: 3, 1: 2, 2: 1}, checkpoints=2, position=8
+    )
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("3 steps, 6 prompts trained on, each once\n1 rejected")
+    assert main([str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
+
+
+def test_prompts_that_are_still_generated_are_counted(tmp_path: Path) -> None:
+    result = audit_run(make_run(tmp_path, GOOD[:2], {2: {"position": 0, "consumed": [1, 2, 3, 4, 5]}}))
+    assert (result.problems, result.open) == ([], 1)
+
+
+def test_the_last_line_may_be_incomplete_while_the_run_goes_on(tmp_path: Path) -> None:
+    make_run(tmp_path, GOOD)
+    with (tmp_path / "trained.jsonl").open("a") as file:
+        file.write('{"step": 4, "vers')
+    assert audit_run(tmp_path).steps == 3
+    (tmp_path / "trained.jsonl").write_text("{\n" + json.dumps(GOOD[0]) + "\n")
+    with pytest.raises(VerlError, match="line 1 is not JSON"):
+        audit_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("records", "states", "problem"),
+    [
+        pytest.param(
+            [*GOOD[:2], record(3, [[0, 0, 2], [4, 1, 2]], 6)], {}, "position 4 was used by step 2", id="twice"
+        ),
+        pytest.param([GOOD[0], GOOD[2]], {}, "step 3 follows step 1", id="a step is missing"),
+        pytest.param([GOOD[0], *GOOD], {}, "step 1 follows step 1", id="a step is repeated"),
+        pytest.param([GOOD[0], record(2, [[3, 1, 1]], 4)], {}, "step 2 skipped position 0", id="skipped"),
+        pytest.param([*GOOD[:2], record(3, [[0, -1, 2]], 6)], {}, "tokens of versions -1 to 2", id="too old"),
+        pytest.param([record(1, [[0, 0, 1]], 1)], {}, "tokens of versions 0 to 1", id="from the future"),
+        pytest.param(
+            GOOD, {2: {"position": 0, "consumed": [1, 2, 3]}}, "wrong about position 4; position 5", id="lost"
+        ),
+        pytest.param(GOOD, {3: {"position": 9}}, "the checkpoint of step 3 is wrong about position 8", id="ahead"),
+    ],
+)
+def test_contradictions_are_found(
+    tmp_path: Path, records: list[dict[str, Any]], states: dict[int, dict[str, Any]], problem: str
+) -> None:
+    make_run(tmp_path, records, states)
+    assert any(problem in found for found in audit_run(tmp_path).problems)
+    assert main([str(tmp_path)]) == 1
+
+
+def test_a_folder_without_records_is_named(tmp_path: Path) -> None:
+    with pytest.raises(VerlError, match=r"trained\.jsonl cannot be read"):
+        audit_run(tmp_path)

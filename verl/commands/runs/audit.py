@@ -1,0 +1,154 @@
+"""`verl audit`: prove from the folder of a run that every prompt was trained on exactly once, and in time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.manifest import CheckpointDir, find_corruption
+from verl.commands.arguments import ArgumentParser
+from verl.errors import VerlError, list_some
+
+HELP = """\
+usage: verl audit RUN [--json]
+
+Check what a run has trained on, from the files in its folder: `trained.jsonl`, which says for each step the positions
+in the data and the versions of the weights that sampled the responses, and the checkpoints. The run may still be going
+on, or have been killed and resumed any number of times.
+
+Each step comes once; each position of the data was trained on once, or rejected by dynamic sampling, or dropped as too
+long, and none was skipped; no response was older than trainer.max_staleness; and every checkpoint continues with
+exactly the positions that were not done.
+
+options:
+  RUN     folder of the run (trainer.default_local_dir)
+  --json  print the result as one line of JSON
+
+example:
+  verl audit checkpoints/verl/default
+"""
+
+
+@dataclass
+class Audit:
+    """What the records of a run say, and what is wrong with them."""
+
+    steps: int = 0
+    trained: int = 0
+    rejected: int = 0
+    dropped: int = 0
+    open: int = 0  # positions before the last one that is done, which are not done yet
+    staleness: dict[int, int] = field(default_factory=dict)  # groups by the age of their oldest token
+    checkpoints: int = 0
+    position: int = 0  # the first one that was not done after the last step
+    problems: list[str] = field(default_factory=list)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the result; return 1 if something is wrong."""
+    parser = ArgumentParser("verl audit")
+    parser.add_argument("run")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    result = audit_run(Path(options.run))
+    if options.json:
+        sys.stdout.write(f"{json.dumps(vars(result))}\n")
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in describe(result)))
+    return int(bool(result.problems))
+
+
+def audit_run(folder: Path) -> Audit:
+    """Check the records of a run against themselves and against its checkpoints."""
+    result, done = Audit(), dict[int, int]()  # position -> the step that has used it
+    states = dict(_read_checkpoints(folder))
+    for record in _read_records(folder):
+        if record["step"] != result.steps + 1:
+            result.problems.append(f"step {record['step']} follows step {result.steps}")
+        result.steps = record["step"]
+        _check_step(result, record, done)
+        if (state := states.get(result.steps)) is not None:
+            result.checkpoints += 1
+            _check_checkpoint(result, state, done)
+    if done:
+        result.open = sum(position not in done for position in range(result.position, max(done)))
+    return result
+
+
+def describe(result: Audit) -> Iterator[str]:
+    """Yield lines for people."""
+    yield (
+        f"{result.steps:,} steps, {result.trained:,} prompts trained on, each once"
+        if not result.problems
+        else (f"{result.steps:,} steps, {result.trained:,} prompts trained on; {len(result.problems):,} problems")
+    )
+    if result.rejected or result.dropped:
+        yield f"{result.rejected:,} rejected by dynamic sampling, {result.dropped:,} dropped as too long"
+    if result.open:
+        yield f"{result.open:,} earlier prompts are not done yet; they come in the next steps"
+    ages = sorted(result.staleness.items())
+    yield "versions that responses lag behind: " + ", ".join(f"{age}: {count:,}" for age, count in ages)
+    yield f"{result.checkpoints:,} checkpoints compared"
+    yield from result.problems
+
+
+def _read_records(folder: Path) -> Iterator[dict[str, Any]]:
+    path = folder / "trained.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise VerlError(
+            f"verl audit: {path} cannot be read: {error.strerror}. Give the folder of an RL run "
+            "(trainer.default_local_dir)"
+        ) from error
+    for number, line in enumerate(lines, 1):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            if number < len(lines):  # the last one may be being written
+                raise VerlError(f"verl audit: {path}: line {number} is not JSON: {error}") from error
+
+
+def _read_checkpoints(folder: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the steps of complete checkpoints, and the state of their data."""
+    source = CheckpointDir(folder)
+    for path in folder.glob("global_step_*"):
+        if not find_corruption(path, checksums=False):
+            step = int(path.name.removeprefix("global_step_"))
+            yield step, source.read_trainer_state(step)["data"]
+
+
+def _check_step(result: Audit, record: Mapping[str, Any], done: dict[int, int]) -> None:
+    step, version = record["step"], record["version"]
+    trained = [position for position, *_ in record["trained"]]
+    for position in (*trained, *record["rejected"], *record["dropped"]):
+        if position in done:
+            result.problems.append(f"position {position} was used by step {done[position]} and again by step {step}")
+        done[position] = step
+    for position, oldest, newest, _ in record["trained"]:
+        age = version - oldest
+        result.staleness[age] = result.staleness.get(age, 0) + 1
+        if not 0 <= version - newest <= age <= record["max_staleness"]:
+            result.problems.append(
+                f"step {step} trained position {position} at version {version} of the weights, with tokens of versions "
+                f"{oldest} to {newest}; at most {record['max_staleness']} versions behind are allowed"
+            )
+    skipped = [position for position in range(result.position, record["position"]) if position not in done]
+    result.position = record["position"]
+    if skipped:
+        result.problems.append(f"step {step} skipped {list_some([f'position {each}' for each in skipped])}")
+    result.trained += len(trained)
+    result.rejected += len(record["rejected"])
+    result.dropped += len(record["dropped"])
+
+
+def _check_checkpoint(result: Audit, state: Mapping[str, Any], done: Mapping[int, int]) -> None:
+    """Compare the positions that a checkpoint calls done with those of the records so far."""
+    claimed = {*range(state["position"]), *state.get("consumed", ())}
+    if wrong := claimed ^ done.keys():
+        names = list_some([f"position {each}" for each in sorted(wrong)])
+        result.problems.append(f"the checkpoint of step {result.steps} is wrong about {names}")
