@@ -116,6 +116,20 @@ def syncs_adapter_only(config: Config) -> bool:
     return rank > 0 and (rollout.lora_transport == "adapter" or (rollout.lora_transport == "auto" and is_possible))
 
 
+def get_importance_weights(config: Config) -> str | None:
+    """Return the kind of importance weights; None: no weights.
+
+    With "auto" tokens have weights if they may be older than the weights that they train, unless another correction is
+    chosen, or log-probs of the engine are those of a truncated distribution.
+    """
+    correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
+    if correction.rollout_is != "auto":
+        return correction.rollout_is
+    is_truncated = rollout.top_p < 1 or rollout.top_k > 0
+    is_stale = config.trainer.max_staleness > 0
+    return "token" if is_stale and not (is_truncated or correction.rollout_rs or correction.bypass_mode) else None
+
+
 def uses_preferences(config: Config) -> bool:
     """Whether the loss compares the scored responses of a group; it needs two of them, and no advantages."""
     return config.actor_rollout_ref.actor.policy_loss.loss_mode in ("dpo", "sppo")

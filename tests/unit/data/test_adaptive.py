@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.data.adaptive import SAMPLERS, AdaptiveSampler, DifficultySampler, ReplaySampler
 from verl.data.samplers import PromptStream
-from verl.errors import ConfigError, DataError
+from verl.errors import DataError
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.types import SampleHandle
 
@@ -205,8 +205,3 @@ def test_what_a_custom_sampler_does_wrong_is_named() -> None:
 def test_values_out_of_range_are_refused(kind: str, kwargs: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(kwargs))):
         make(kind, **kwargs)
-
-
-def test_dynamic_sampling_ahead_of_training_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.max_staleness=0"):
-        Run(PromptStream(make("replay")), 2, staleness=1, is_dynamic=False, timing=0)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from verl.config.checks import (
     algorithm,
+    asynchronous,
     device_support,
     engine_placement,
     generation,
@@ -48,12 +49,14 @@ TRAIN_CONFLICTS: tuple[Check, ...] = (
     engine_placement.find_conflicts,
     training.find_routing_conflicts,
     algorithm.find_conflicts,
+    asynchronous.find_conflicts,
 )
 TRAIN_HINTS: tuple[Check, ...] = (
     generation.find_training_hints,
     generation.find_data_hints,
     training.find_hints,
     algorithm.find_hints,
+    asynchronous.find_hints,
     ignored.find_ignored_settings,
 )
 

@@ -7,7 +7,7 @@ from math import inf
 
 from verl.config.batch_sizes import count_engine_devices, count_rollout_devices
 from verl.config.checks.conflict import Conflict
-from verl.config.features import get_quantization, may_score_code
+from verl.config.features import get_importance_weights, get_quantization, may_score_code
 from verl.config.paths import is_overridden
 from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema import Config
@@ -78,7 +78,8 @@ def find_training_hints(config: Config) -> Iterator[Conflict]:
                 "trainer's those of the full one, so training/rollout_probs_diff_mean is large by construction",
                 f"to compare them, set {ROLLOUT}.{name}={full}",
             )
-    if get_quantization(config) and not (correction.rollout_is or correction.rollout_rs or correction.bypass_mode):
+    is_corrected = get_importance_weights(config) or correction.rollout_rs or correction.bypass_mode
+    if get_quantization(config) and not is_corrected:
         yield Conflict(
             f"{ROLLOUT}.{'quantization' if rollout.quantization else 'dtype'}",
             "quantized engines and the trainer compute different probabilities, which biases the update",

@@ -121,6 +121,11 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
 """`algorithm.rollout_correction.preset` -> the settings that it stands for; those that are given win."""
 
 
+_HAS_WEIGHTS = OnlyIf(
+    (".rollout_is", "trainer.max_staleness"),
+    lambda kind, staleness: kind is not None and (kind != "auto" or staleness > 0),
+    "{section}.rollout_is is not given",
+)
 _COMPARES_RATIOS = OnlyIf(
     (".rollout_rs",),
     lambda kinds: any(kind in RATIOS or kind in _SYNONYMS for kind in kinds or ()),
@@ -133,13 +138,13 @@ class RolloutCorrectionConfig(Section):
         None
     )
     """A usual combination of the settings below, which override it; null: none."""
-    rollout_is: Literal["token", "sequence", "icepop"] | None = setting(None)
-    """Importance weights per token or per sequence; icepop: per token, 0 outside the bounds; null: none."""
-    rollout_is_threshold: Positive | Ranges = setting(2.0, only_if=needs_given(".rollout_is"))
+    rollout_is: Literal["auto", "token", "sequence", "icepop"] | None = setting("auto")
+    """Importance weights; icepop: token, 0 outside the bounds; auto: token if trainer.max_staleness > 0; null: none."""
+    rollout_is_threshold: Positive | Ranges = setting(2.0, only_if=_HAS_WEIGHTS)
     """Upper bound of the weights; as a range such as 0.5_4.0, in quotes in YAML: weights outside are 0."""
     rollout_is_threshold_lower: Fraction = setting(0.5, only_if=needs(".rollout_is", "icepop"))
     """Lower bound of the weights (icepop)."""
-    rollout_is_batch_normalize: bool = setting(False, only_if=needs_given(".rollout_is"))
+    rollout_is_batch_normalize: bool = setting(False, only_if=_HAS_WEIGHTS)
     """Scale the weights to a mean of 1."""
     rollout_rs: Rejections | None = setting(None)
     """Criteria of rejection: ratio of the token, sequence or geometric mean; or k2 or k3, estimates of the KL."""

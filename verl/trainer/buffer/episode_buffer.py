@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.config.schema.algorithm import FilterGroupsConfig
 from verl.data.samplers import PromptStream
-from verl.errors import ConfigError, WeightSyncError
+from verl.errors import WeightSyncError
 from verl.trainer.buffer.admission import Admission
 from verl.trainer.buffer.groups import Group
 from verl.trainer.buffer.report import IdleTimer, Take
@@ -65,13 +65,7 @@ class EpisodeBuffer:
             steps: The steps until the end of the run, after which no group is needed; None: unknown.
             warn: Shows a warning while a take lasts.
         """
-        if stream.is_adaptive and max_staleness > 0:
-            raise ConfigError(
-                [
-                    "data.sampler: with trainer.max_staleness above 0, which prompts follow which scores would depend "
-                    "on timing; set trainer.max_staleness=0"
-                ]
-            )
+        assert max_staleness == 0 or not stream.is_adaptive, "which prompts follow which scores depends on time"
         run_ahead = max_staleness if run_ahead is None else run_ahead
         assert run_ahead <= max_staleness, "groups could not be trained in time"
         self._run_group, self._stream, self.batch, self._max_staleness = run_group, stream, batch, max_staleness

@@ -13,8 +13,7 @@ from verl.algorithms.settings import (
     LossOptions,
     Rejection,
 )
-from verl.config.features import uses_critic, uses_preferences, uses_task_rewards
-from verl.config.schema.algorithm import RolloutCorrectionConfig
+from verl.config.features import get_importance_weights, uses_critic, uses_preferences, uses_task_rewards
 from verl.config.schema.conditions import is_custom_function
 from verl.config.schema.root import Config
 from verl.trainer.build.reward_settings import reward_components
@@ -53,7 +52,7 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
         if teacher.enable
         else None,
         correction=Correction(
-            **_weighting(correction, is_ratio_weighted=correction.bypass_mode and not is_reinforce),
+            **_weighting(config, is_ratio_weighted=correction.bypass_mode and not is_reinforce),
             reject=tuple(Rejection(*criterion) for criterion in correction.list_rejections()),
             bypass=correction.bypass_mode,
         ),
@@ -67,15 +66,16 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
     )
 
 
-def _weighting(correction: RolloutCorrectionConfig, *, is_ratio_weighted: bool) -> dict[str, Any]:
+def _weighting(config: Config, *, is_ratio_weighted: bool) -> dict[str, Any]:
     """Return the importance weights: none if the ratio of the loss is already that to the engine."""
-    if correction.rollout_is is None or is_ratio_weighted:
+    correction, kind = config.algorithm.rollout_correction, get_importance_weights(config)
+    if kind is None or is_ratio_weighted:
         return {}
     *lower, upper = map(float, str(correction.rollout_is_threshold).split("_"))
-    if correction.rollout_is == "icepop" and not lower:
+    if kind == "icepop" and not lower:
         lower = [correction.rollout_is_threshold_lower]
     return {
-        "weigh": "sequence" if correction.rollout_is == "sequence" else "token",
+        "weigh": "sequence" if kind == "sequence" else "token",
         "threshold": upper,
         "threshold_lower": lower[0] if lower else None,
         "normalize": correction.rollout_is_batch_normalize,
