@@ -48,8 +48,8 @@ class FakeRolloutEngine:
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         return list(await asyncio.gather(*(self.generate(*request) for request in requests)))
 
-    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        return [-float(np.log(self.vocabulary))] * (len(token_ids) - 1)
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[-float(np.log(self.vocabulary))] * (len(each) - 1) for each in sequences]
 
     async def start_weight_update(self) -> None:
         self.is_asleep = False

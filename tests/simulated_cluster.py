@@ -102,7 +102,7 @@ class FakeActor:
             "pack_bucket": (BUCKET_S, bytes(28) if self._packed <= BUCKETS else None),
             "gather_weights": (BUCKET_S * BUCKETS, None),
             "load_bucket": (BUCKET_S, None),
-            "compute_logprobs": (CALL_S, LOGPROBS if self._kind == "train worker" else LOGPROBS[0]),
+            "compute_logprobs": (CALL_S, LOGPROBS),
             "version": (CALL_S, self._version),
         }
         return results.get(method, (CALL_S, True))

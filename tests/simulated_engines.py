@@ -171,14 +171,14 @@ class SimulatedEngine:
 
         return await self._call(answer, None)
 
-    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        async def answer(process: Process) -> list[float]:
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        async def answer(process: Process) -> list[list[float]]:
             _demand(process.is_started, "not started")
             await process.work(0.1)
             await self._fate.maybe_die(process, "probed")
             process.verified_weights = process.weights
             process.was_probed_wrong |= process.error != 0
-            return [process.weights + process.error - token for token in token_ids[1:]]
+            return [[process.weights + process.error - token for token in each[1:]] for each in sequences]
 
         return await self._call(answer, SYNC_S)
 

@@ -66,7 +66,7 @@ async def test_errors_keep_their_type_and_message(engine: IsolatedEngine) -> Non
     with pytest.raises(WeightSyncError, match="weights do not fit: missing"):
         await engine.finish_weight_update(1)
     with pytest.raises(EngineError, match="IndexError"):
-        await engine.compute_logprobs([10**6, 1])
+        await engine.compute_logprobs([[10**6, 1]])
 
 
 async def test_a_canceled_request_is_canceled_in_the_engine(engine: IsolatedEngine) -> None:

@@ -4,6 +4,7 @@ VERL_TEST_ENGINES=toy VERL_TEST_MODULES=tests.toy_rollout_engine runs it for an 
 """
 
 import asyncio
+import copy
 import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -187,7 +188,7 @@ async def test_log_probs_are_the_models_own_also_after_new_weights(
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
         await sync(engine, model, version)
-        assert (torch.tensor(await engine.compute_logprobs(PROMPT)) - expected(model, PROMPT)).abs().max() < 1e-4
+        assert (torch.tensor(await engine.compute_logprobs([PROMPT]))[0] - expected(model, PROMPT)).abs().max() < 1e-4
         answer = await engine.generate(PROMPT, SamplingParams(max_tokens=8))
         own = expected(model, PROMPT + answer.token_ids)[len(PROMPT) - 1 :]
         assert (torch.tensor(answer.logprobs) - own).abs().max() < 1e-4
@@ -224,7 +225,7 @@ async def test_a_layer_that_is_split_over_buckets_is_loaded_whole(
         source: Any = PackedModel(model, max_bytes=8_192)
         assert await HostTransport().send(source, [engine], version) == [None]
         assert sum(bool(re.search(r"layers\.0\.self_attn\.[qkv]_proj", names)) for names in source.buckets) > 2
-        assert (torch.tensor(await engine.compute_logprobs(PROMPT)) - expected(model, PROMPT)).abs().max() < 1e-4
+        assert (torch.tensor(await engine.compute_logprobs([PROMPT]))[0] - expected(model, PROMPT)).abs().max() < 1e-4
 
 
 async def test_new_weights_wake_an_engine_that_sleeps(engine: RolloutEngine, model: PreTrainedModel) -> None:
@@ -239,6 +240,39 @@ async def test_new_weights_wake_an_engine_that_sleeps(engine: RolloutEngine, mod
         assert after.token_ids == before.token_ids
         assert after.logprobs.tolist() == before.logprobs.tolist()
         assert after.versions.tolist() == [version] * 8
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+async def test_running_requests_go_on_with_new_weights_after_the_probe(
+    engine: RolloutEngine, model: PreTrainedModel, sleeps: bool
+) -> None:
+    if not isinstance(engine, VllmEngine):
+        pytest.skip("the engine does not continue requests")
+    start = copy.deepcopy(model.state_dict())
+    await sync(engine, model, 0)
+    models = [copy.deepcopy(model)]
+    running = [asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=56))) for _ in range(24)]
+    while not all(task.done() for task in running):  # 16 run at a time: the engine is full
+        if sleeps:
+            await engine.sleep()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        await sync(engine, model, len(models))
+        models.append(copy.deepcopy(model))
+        is_done = [task.done() for task in running]
+        assert (torch.tensor(await engine.compute_logprobs([PROMPT]))[0] - expected(model, PROMPT)).abs().max() < 1e-4
+        assert sum(task.done() for task in running) - sum(is_done) <= 16, "the probe has waited for the second half"
+    responses = [await task for task in running]
+    assert max(len(set(response.versions.tolist())) for response in responses) > 1
+    for response in responses:
+        versions = torch.from_numpy(response.versions)
+        assert versions.tolist() == sorted(versions.tolist())
+        for version in set(versions.tolist()):
+            own = expected(models[version], PROMPT + response.token_ids)[len(PROMPT) - 1 :]
+            gaps = (torch.tensor(response.logprobs) - own)[versions == version].abs()
+            assert gaps.max() < 1e-4  # with a cache of older weights it would be far off
+    model.load_state_dict(start)
 
 
 async def test_log_probs_are_of_the_distribution_drawn_from(engine: RolloutEngine, model: PreTrainedModel) -> None:
@@ -306,7 +340,9 @@ async def test_an_adapter_is_a_version_and_its_log_probs_are_pefts(
         assert all(answer.versions.tolist() == [version] * 8 for answer in answers)
         if isinstance(adapted, FakeRolloutEngine):
             continue
-        assert (torch.tensor(await adapted.compute_logprobs(PROMPT)) - expected(peft_model, PROMPT)).abs().max() < 1e-4
+        assert (
+            torch.tensor(await adapted.compute_logprobs([PROMPT]))[0] - expected(peft_model, PROMPT)
+        ).abs().max() < 1e-4
         for answer in answers:
             own = expected(peft_model, PROMPT + answer.token_ids)[len(PROMPT) - 1 :]
             assert (torch.tensor(answer.logprobs) - own).abs().max() < 1e-4
@@ -336,6 +372,7 @@ async def test_an_answer_on_its_way_goes_on_with_the_new_adapter_and_says_from_w
     answering = [asyncio.create_task(adapted.generate(PROMPT, long)) for _ in range(16)]
     await asyncio.sleep(0.05)
     await sync_adapter(adapted, peft_model, 1, seed=1)
+    await adapted.compute_logprobs([PROMPT])  # now they go on
     for answer in await asyncio.gather(*answering):
         versions = answer.versions.tolist()
         assert versions == sorted(versions)

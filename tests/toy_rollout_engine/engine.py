@@ -65,9 +65,11 @@ class ToyEngine:
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         return list(await asyncio.gather(*(self.generate(*request) for request in requests)))
 
-    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        logprobs = self._logprobs(list(token_ids))[:-1]
-        return logprobs[torch.arange(len(logprobs)), list(token_ids[1:])].tolist()
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [
+            self._logprobs(list(each))[:-1].gather(-1, torch.tensor(each)[1:, None])[:, 0].tolist()
+            for each in sequences
+        ]
 
     async def start_weight_update(self) -> None:
         async with self._is_idle:

@@ -1,6 +1,7 @@
 """`verl audit` finds every way in which the records of a run can contradict each other, and none in a good run."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,36 @@ def test_a_good_run_has_no_problems(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_prompts_that_are_still_generated_are_counted(tmp_path: Path) -> None:
     result = audit_run(make_run(tmp_path, GOOD[:2], {2: {"position": 0, "consumed": [1, 2, 3, 4, 5]}}))
     assert (result.problems, result.open) == ([], 1)
+
+
+def resume(step: int, position: int, consumed: list[int], time: float = 0.0) -> dict[str, Any]:
+    return {"step": step, "time": time, "resumed": True, "position": position, "consumed": consumed}
+
+
+def test_a_resume_continues_where_the_records_end(tmp_path: Path) -> None:
+    assert audit_run(make_run(tmp_path, [*GOOD[:2], resume(2, 0, [1, 2, 3, 4, 5]), GOOD[2]])).problems == []
+    [problem] = audit_run(make_run(tmp_path, [*GOOD[:2], resume(2, 0, [1, 2, 3, 5]), GOOD[2]])).problems
+    assert problem == "the resume after step 2 is wrong about position 4"
+    [problem, *_] = audit_run(make_run(tmp_path, [GOOD[0], resume(2, 0, [1, 2, 3, 4, 5]), GOOD[2]])).problems
+    assert problem == "the run resumed after step 2, but the last record is step 1"
+
+
+def test_a_run_that_was_resumed_in_another_folder_is_checked_from_there_on(tmp_path: Path) -> None:
+    result = audit_run(make_run(tmp_path, [resume(2, 0, [1, 2, 3, 4, 5]), GOOD[2]], {3: {"position": 8}}))
+    assert (result.problems, result.steps, result.trained) == ([], 3, 2)
+
+
+def test_checkpoints_of_steps_that_a_run_went_back_behind_are_not_compared(tmp_path: Path) -> None:
+    records = [GOOD[0], resume(1, 0, [1, 2], time=time.time() + 60), *GOOD[1:]]
+    assert audit_run(make_run(tmp_path, records, {2: {"position": 5}})).checkpoints == 0
+    records[1]["time"] = 0.0
+    assert len(audit_run(make_run(tmp_path, records, {2: {"position": 5}})).problems) == 1
+
+
+def test_prompts_without_a_response_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = record(1, [[0, 0, 0]], 1) | {"trained": [[0, 0, 0, 0]]}
+    assert main([str(make_run(tmp_path, [empty]))]) == 0
+    assert "1 of them without a response" in capsys.readouterr().out
 
 
 def test_the_last_line_may_be_incomplete_while_the_run_goes_on(tmp_path: Path) -> None:

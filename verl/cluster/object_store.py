@@ -53,5 +53,5 @@ def describe_full_store() -> str:
         f"the object store of {socket.gethostname()} is full and cannot spill to its disk{disk}. Free space on that "
         "disk, or set RAY_TMPDIR to a folder on a larger one; give the store more memory "
         "(ray_kwargs.ray_init.object_store_memory); or hold fewer samples (data.train_batch_size, "
-        "actor_rollout_ref.rollout.n). Rerun the command to resume."
+        "actor_rollout_ref.rollout.n, trainer.max_staleness). Rerun the command to resume."
     )

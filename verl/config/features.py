@@ -101,6 +101,11 @@ def frees_engine_memory(config: Config, device: str) -> bool:
     return device != "cpu" if wanted is None else wanted
 
 
+def may_pause_requests(config: Config) -> bool:
+    """Whether engines may sleep under requests that go on after the next weight sync."""
+    return config.trainer.max_staleness > 0 and frees_engine_memory(config, config.trainer.device)
+
+
 def get_quantization(config: Config) -> str | None:
     """Return vLLM's name for how rollout engines quantize their weights; None if they do not."""
     rollout = config.actor_rollout_ref.rollout
@@ -126,8 +131,8 @@ def get_importance_weights(config: Config) -> str | None:
     if correction.rollout_is != "auto":
         return correction.rollout_is
     is_truncated = rollout.top_p < 1 or rollout.top_k > 0
-    is_stale = config.trainer.max_staleness > 0
-    return "token" if is_stale and not (is_truncated or correction.rollout_rs or correction.bypass_mode) else None
+    is_corrected = correction.rollout_rs or correction.has_ratio_to_engine
+    return "token" if config.trainer.max_staleness > 0 and not (is_truncated or is_corrected) else None
 
 
 def uses_preferences(config: Config) -> bool:

@@ -284,7 +284,12 @@ class PromptStream:
         state: dict[str, Any] = {"position": self.position - len(self._drawn), **self._sampler.identity()}
         if self._sampler.is_adaptive:
             state |= {"drawn": [*self._drawn, *self._again], "state": self._sampler.state()}
-        return state | {"consumed": sorted(self._consumed)} if self._consumed else state
+        return state
+
+    @property
+    def consumed(self) -> list[int]:
+        """The positions that were done before the resume, and that the stream has not reached yet."""
+        return sorted(self._consumed)
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a saved position; refuse one of another sampler, which would repeat rows and skip others."""

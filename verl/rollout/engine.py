@@ -37,8 +37,11 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return log-probs of `token_ids[1:]` at temperature 1, each given the tokens before it, for the probe."""
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return log-probs of each sequence's tokens but the first, at temperature 1: the probe of a weight sync.
+
+        Requests that were running before the weight update go on after the probe, not before it.
+        """
         ...
 
     async def start_weight_update(self) -> None:
@@ -53,13 +56,17 @@ class RolloutEngine(Protocol):
         ...
 
     async def finish_weight_update(self, version: int) -> None:
-        """Use the new weights, as `version`, and drop caches of the old weights."""
+        """Use the new weights, as `version`, and drop caches of the old weights.
+
+        An engine that continues requests does so with the next request, which is the probe.
+        """
         ...
 
     async def sleep(self) -> None:
         """Free the device's memory, weights included; the next weight update wakes the engine.
 
-        No requests may be running, and none may follow before that update.
+        No request may follow before that update, and only an engine whose capabilities say that it continues requests
+        may have running ones.
         """
         ...
 

@@ -28,6 +28,8 @@ class HfEngine:
         self._lock = asyncio.Lock()
         self._version = -1
         self._new_weights: dict[str, Tensor] = {}
+        self._may_generate = asyncio.Event()  # not during a weight update: it would wait for all requests in the queue
+        self._may_generate.set()
 
     async def start(self) -> None:
         config = AutoConfig.from_pretrained(self._path, trust_remote_code=self._trust)
@@ -44,20 +46,21 @@ class HfEngine:
         self._model = model.to(self._device).eval()
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        async with self._lock:
-            return await asyncio.to_thread(self._generate, list(token_ids), sampling)
+        while True:
+            await self._may_generate.wait()
+            async with self._lock:
+                if self._may_generate.is_set():  # else an update came first
+                    return await asyncio.to_thread(self._generate, list(token_ids), sampling)
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         return [await self.generate(*request) for request in requests]
 
-    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         async with self._lock:
-            tokens = torch.tensor(token_ids, device=self._device)
-            with torch.no_grad():
-                logits = self._model(tokens[None]).logits[0, :-1].float()
-            return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].tolist()
+            return [self._compute_logprobs(each) for each in sequences]
 
     async def start_weight_update(self) -> None:
+        self._may_generate.clear()
         self._new_weights = {}
 
     async def load_bucket(self, bucket: WeightBucket | SharedBucket) -> None:
@@ -73,6 +76,7 @@ class HfEngine:
             load_hf(self._model, weights.items())
             self._model.to(self._device)  # wakes it
             self._version = version
+        self._may_generate.set()
 
     async def sleep(self) -> None:
         async with self._lock:
@@ -83,6 +87,12 @@ class HfEngine:
 
     async def close(self) -> None:
         """Nothing runs outside this process."""
+
+    @torch.no_grad()
+    def _compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        tokens = torch.tensor(token_ids, device=self._device)
+        logits = self._model(tokens[None]).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].tolist()
 
     @torch.no_grad()
     def _generate(self, token_ids: list[int], sampling: SamplingParams) -> Completion:

@@ -18,7 +18,7 @@ class Throughput:
         epochs: How often a step trains on its samples.
         shape: The shape of the policy model, for the model FLOPs utilization (MFU).
         peak: Floating-point operations per second of a device; None if unknown.
-        is_asynchronous: Whether responses are generated during the whole step.
+        is_asynchronous: Whether responses are generated during the whole step: with staleness, if engines do not sleep.
         has_own_engines: Whether they are generated on other devices than those of the train workers.
     """
 

@@ -86,6 +86,8 @@ class RLTrainer:
 
     async def begin(self, version: int) -> None:
         self._weights_version = version
+        if version:
+            self._trained.log({"resumed": True, **self.buffer.progress()}, version)
         with self.console.stage("sending the weights to the engines", is_logged=False):
             await self.weights.sync(version)
 

@@ -50,8 +50,8 @@ class RolloutActor:
         self._started_engine: RolloutEngine | None = None
         self._disabled_reason = "it has no weights yet"
         self._loading = asyncio.Lock()
-        self._awake = asyncio.Event()
-        self._awake.set()
+        self._accepts = asyncio.Event()  # new requests; not from the start of a weight update until its probe
+        self._accepts.set()
         self._is_updating = False
 
     async def has_started(self) -> bool:
@@ -80,11 +80,11 @@ class RolloutActor:
         return not self._disabled_reason
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        await self._awake.wait()
+        await self._accepts.wait()
         return await self._enabled.generate(token_ids, sampling)
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
-        await self._awake.wait()
+        await self._accepts.wait()
         return await self._enabled.generate_all(requests)
 
     @property
@@ -105,11 +105,16 @@ class RolloutActor:
             raise ProcessLostError(f"it is disabled: {self._disabled_reason}")
         return self._engine
 
-    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._engine.compute_logprobs(token_ids)
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probs of the probe; from now on requests run with the weights that it has seen."""
+        logprobs = await self._engine.compute_logprobs(sequences)
+        if not self._is_updating:
+            self._accepts.set()
+        return logprobs
 
     async def start_weight_update(self) -> None:
         async with self._loading:  # serially, even if the first caller has gone
+            self._accepts.clear()
             await self._engine.start_weight_update()
             self._is_updating = True
 
@@ -121,12 +126,11 @@ class RolloutActor:
         async with self._loading:
             await self._updating.finish_weight_update(version)
             self._is_updating = False
-            self._awake.set()
 
     async def sleep(self) -> None:
-        """Free the device's memory; requests wait until weights have been loaded again."""
+        """Free the device's memory; new requests wait until weights have been loaded and probed."""
         async with self._loading:
-            self._awake.clear()
+            self._accepts.clear()
             await self._engine.sleep()
 
     async def version(self) -> int:

@@ -74,7 +74,7 @@ def distance(one, other):
 async def published(engine, worker, version, probe):
     """Return the difference between trainer and engine after a weight sync."""
     await load_weights(engine, [*pack(worker._policy.actor.weights(), max_bytes=1 << 20)], version)
-    return distance(worker.compute_logprobs(probe), [await engine.compute_logprobs(sequence) for sequence in probe])
+    return distance(worker.compute_logprobs(probe), await engine.compute_logprobs(probe))
 
 
 async def look_at(name, folder, with_vllm):

@@ -96,9 +96,9 @@ def wrong_engine(folder: Path) -> None:
 def _shift_logprobs(is_wrong: Callable[[HfEngine], bool]) -> None:
     compute = HfEngine.compute_logprobs
 
-    async def poisoned(self: HfEngine, token_ids: Any) -> list[float]:
+    async def poisoned(self: HfEngine, sequences: Any) -> list[list[float]]:
         shift = 1.0 if self._version >= FROM and is_wrong(self) else 0.0
-        return [value + shift for value in await compute(self, token_ids)]
+        return [[value + shift for value in each] for each in await compute(self, sequences)]
 
     replace(HfEngine, "compute_logprobs", poisoned)
 

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     short = options.short
-    steps = options.steps or (20 if short else 140)
+    steps = options.steps or (20 if short else 160)
     with tempfile.TemporaryDirectory(prefix="verl-learning-") as directory:
         folder = Path(directory)
         make_assets(folder)

@@ -31,7 +31,7 @@ async def test_log_probs_are_those_of_the_models_own_attention(tmp_path: Path, f
     if load_format == "dummy":
         weights = to_hf(own, ((name, each.detach()) for name, each in own.named_parameters()))
         await load_weights(engine, list(pack(weights, max_bytes=1 << 20)), 0)
-    logprobs_of_engine = torch.tensor(await engine.compute_logprobs(TOKENS))
+    logprobs_of_engine = torch.tensor((await engine.compute_logprobs([TOKENS]))[0])
     expected = logprobs[:-1].gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
     assert torch.allclose(logprobs_of_engine, expected, atol=1e-4)
 

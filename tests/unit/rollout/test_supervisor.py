@@ -97,9 +97,9 @@ class Engine:
         await self._reach()
         self.held, self.is_asleep = version, False
 
-    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         await self._reach()
-        return [self.weight - token for token in token_ids[1:]]
+        return [[self.weight - token for token in each[1:]] for each in sequences]
 
     async def version(self) -> int:
         await self._reach()

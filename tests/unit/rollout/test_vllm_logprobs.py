@@ -96,7 +96,7 @@ def test_an_empty_response_is_empty() -> None:
 def test_the_probe_reads_the_log_probs_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[Any] = []
 
-    async def add(self: VllmEngine, token_ids: list[int], params: Any) -> Any:
+    async def add(self: VllmEngine, token_ids: list[int], params: Any, priority: int) -> Any:
         requested.append(params)
         return None
 
@@ -105,7 +105,7 @@ def test_the_probe_reads_the_log_probs_of_a_prompt(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(VllmEngine, "_add", add)
     monkeypatch.setattr(VllmEngine, "_result", result)
-    assert asyncio.run(VllmEngine(VllmSettings("model")).compute_logprobs([1, *TOKENS])) == LOGPROBS
+    assert asyncio.run(VllmEngine(VllmSettings("model")).compute_logprobs([[1, *TOKENS]])) == [LOGPROBS]
     assert requested[0].flat_logprobs
 
 

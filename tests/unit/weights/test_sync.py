@@ -48,8 +48,8 @@ class Engine(Model):
         if not self._keeps:
             self._version = version
 
-    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:  # type: ignore[override]
-        return [self.weight - token for token in token_ids[1:]]
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[self.weight - token for token in each[1:]] for each in sequences]
 
     async def version(self) -> int:
         return self._version

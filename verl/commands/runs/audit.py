@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.manifest import CheckpointDir, find_corruption
+from verl.checkpoint.manifest import MANIFEST, PREFIX, CheckpointDir, find_corruption
 from verl.commands.arguments import ArgumentParser
 from verl.errors import VerlError, list_some
 
@@ -22,7 +22,7 @@ on, or have been killed and resumed any number of times.
 
 Each step comes once; each position of the data was trained on once, or rejected by dynamic sampling, or dropped as too
 long, and none was skipped; no response was older than trainer.max_staleness; and every checkpoint continues with
-exactly the positions that were not done.
+exactly the positions that were not done. A run that was resumed in another folder is checked from there on.
 
 options:
   RUN     folder of the run (trainer.default_local_dir)
@@ -39,6 +39,7 @@ class Audit:
 
     steps: int = 0
     trained: int = 0
+    unscored: int = 0  # trained ones without a response that had a score
     rejected: int = 0
     dropped: int = 0
     open: int = 0  # positions before the last one that is done, which are not done yet
@@ -65,8 +66,12 @@ def main(argv: Sequence[str]) -> int:
 def audit_run(folder: Path) -> Audit:
     """Check the records of a run against themselves and against its checkpoints."""
     result, done = Audit(), dict[int, int]()  # position -> the step that has used it
-    states = dict(_read_checkpoints(folder))
-    for record in _read_records(folder):
+    records = list(_read_records(folder))
+    states = dict(_read_checkpoints(folder, [each for each in records if "resumed" in each]))
+    for record in records:
+        if "resumed" in record:
+            _check_resume(result, record, done)
+            continue
         if record["step"] != result.steps + 1:
             result.problems.append(f"step {record['step']} follows step {result.steps}")
         result.steps = record["step"]
@@ -88,6 +93,8 @@ def describe(result: Audit) -> Iterator[str]:
     )
     if result.rejected or result.dropped:
         yield f"{result.rejected:,} rejected by dynamic sampling, {result.dropped:,} dropped as too long"
+    if result.unscored:
+        yield f"{result.unscored:,} of them without a response, since all failed or were discarded"
     if result.open:
         yield f"{result.open:,} earlier prompts are not done yet; they come in the next steps"
     ages = sorted(result.staleness.items())
@@ -113,13 +120,39 @@ def _read_records(folder: Path) -> Iterator[dict[str, Any]]:
                 raise VerlError(f"verl audit: {path}: line {number} is not JSON: {error}") from error
 
 
-def _read_checkpoints(folder: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the steps of complete checkpoints, and the state of their data."""
+def _read_checkpoints(folder: Path, resumes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the steps of complete checkpoints, and the state of their data.
+
+    A checkpoint that was written before the run went back to an earlier step belongs to steps that were replaced.
+    """
     source = CheckpointDir(folder)
-    for path in folder.glob("global_step_*"):
-        if not find_corruption(path, checksums=False):
-            step = int(path.name.removeprefix("global_step_"))
+    for path in folder.glob(f"{PREFIX}*"):
+        if find_corruption(path, checksums=False):
+            continue
+        step, written = int(path.name.removeprefix(PREFIX)), (path / MANIFEST).stat().st_mtime
+        if not any(resume["step"] < step and written < resume["time"] for resume in resumes):
             yield step, source.read_trainer_state(step)["data"]
+
+
+def _check_resume(result: Audit, record: Mapping[str, Any], done: dict[int, int]) -> None:
+    """Check that a resume continues where the records end. The first record may be a resume from another folder."""
+    if result.steps == 0:
+        result.steps, result.position = record["step"], record["position"]
+        done.update(dict.fromkeys(_list_done(record), 0))
+    elif record["step"] != result.steps:
+        result.problems.append(
+            f"the run resumed after step {record['step']}, but the last record is step {result.steps}"
+        )
+    elif wrong := set(_list_done(record)) ^ done.keys():
+        result.problems.append(f"the resume after step {result.steps} is wrong about {_name(wrong)}")
+
+
+def _list_done(state: Mapping[str, Any]) -> list[int]:
+    return [*range(state["position"]), *state.get("consumed", ())]
+
+
+def _name(positions: Iterable[int]) -> str:
+    return list_some([f"position {each}" for each in sorted(positions)])
 
 
 def _check_step(result: Audit, record: Mapping[str, Any], done: dict[int, int]) -> None:
@@ -129,8 +162,9 @@ def _check_step(result: Audit, record: Mapping[str, Any], done: dict[int, int]) 
         if position in done:
             result.problems.append(f"position {position} was used by step {done[position]} and again by step {step}")
         done[position] = step
-    for position, oldest, newest, _ in record["trained"]:
+    for position, oldest, newest, samples in record["trained"]:
         age = version - oldest
+        result.unscored += samples == 0
         result.staleness[age] = result.staleness.get(age, 0) + 1
         if not 0 <= version - newest <= age <= record["max_staleness"]:
             result.problems.append(
@@ -140,7 +174,7 @@ def _check_step(result: Audit, record: Mapping[str, Any], done: dict[int, int]) 
     skipped = [position for position in range(result.position, record["position"]) if position not in done]
     result.position = record["position"]
     if skipped:
-        result.problems.append(f"step {step} skipped {list_some([f'position {each}' for each in skipped])}")
+        result.problems.append(f"step {step} skipped {_name(skipped)}")
     result.trained += len(trained)
     result.rejected += len(record["rejected"])
     result.dropped += len(record["dropped"])
@@ -148,7 +182,5 @@ def _check_step(result: Audit, record: Mapping[str, Any], done: dict[int, int]) 
 
 def _check_checkpoint(result: Audit, state: Mapping[str, Any], done: Mapping[int, int]) -> None:
     """Compare the positions that a checkpoint calls done with those of the records so far."""
-    claimed = {*range(state["position"]), *state.get("consumed", ())}
-    if wrong := claimed ^ done.keys():
-        names = list_some([f"position {each}" for each in sorted(wrong)])
-        result.problems.append(f"the checkpoint of step {result.steps} is wrong about {names}")
+    if wrong := set(_list_done(state)) ^ done.keys():
+        result.problems.append(f"the checkpoint of step {result.steps} is wrong about {_name(wrong)}")

@@ -6,17 +6,23 @@ from collections.abc import Iterator
 
 from verl.config.checks.conflict import Conflict
 from verl.config.features import frees_engine_memory, get_importance_weights
-from verl.config.rollout_engines import get_rollout_engine
+from verl.config.rollout_engines import DEFAULT_ENGINE, get_rollout_engine
 from verl.config.schema import Config
-from verl.config.schema.conditions import LOSS, ROLLOUT
+from verl.config.schema.conditions import ACTOR, LOSS, ROLLOUT
 
 _STALENESS, _WEIGHTS = "trainer.max_staleness", "algorithm.rollout_correction.rollout_is"
 _UNCLIPPED = ("gpg", "kl_cov", "dpo", "sppo")
+SCORE_AWARE = ("difficulty", "replay")
+"""The values of `data.sampler` whose order depends on scores; custom functions are checked when they are loaded."""
 
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
-    """Yield settings that need a synchronous run."""
-    staleness, rollout = config.trainer.max_staleness, config.actor_rollout_ref.rollout
+    """Yield settings that need a synchronous run. With trainer.device=auto the check is repeated once it is known."""
+    staleness, rollout, actor = (
+        config.trainer.max_staleness,
+        config.actor_rollout_ref.rollout,
+        config.actor_rollout_ref.actor,
+    )
     if staleness == 0:
         return
     if config.trainer.deterministic:
@@ -24,15 +30,30 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
             f"{staleness} lets a step take the responses that finish first, and trainer.deterministic=true does not"
         )
         yield Conflict(_STALENESS, reason, "=0")
-    if config.data.sampler is not None:
+    if config.data.sampler in SCORE_AWARE:
         reason = f"with data.sampler={config.data.sampler}, which prompts follow which scores would depend on time"
         yield Conflict(_STALENESS, f"{staleness} is not possible {reason}", "=0")
-    engine = get_rollout_engine(rollout.name)
-    if frees_engine_memory(config, config.trainer.device) and not engine.capabilities.continues_requests:
+    if actor.router_replay.mode == "R3":
         reason = (
-            f"true with {_STALENESS}={staleness} needs an engine that sleeps under running requests; {rollout.name}"
+            f"R3 with {_STALENESS}={staleness} would replay experts of other weights than those that sampled the token"
         )
-        yield Conflict(f"{ROLLOUT}.free_cache_engine", f"{reason} does not", "=false")
+        yield Conflict(f"{ACTOR}.router_replay.mode", reason, "=R2")
+    if not _sleeps(config):
+        return
+    needs = f"with {_STALENESS}={staleness}, engines sleep under running requests"
+    if not get_rollout_engine(rollout.name).capabilities.continues_requests:
+        fix = "=false, or actor_rollout_ref.hybrid_engine=False"
+        yield Conflict(f"{ROLLOUT}.free_cache_engine", f"{needs}, which {rollout.name} does not support", fix)
+    model = config.reward.reward_model
+    if model.enable and "gpu_memory_utilization" not in get_rollout_engine(model.rollout.name).capabilities.settings:
+        reason = f"{model.rollout.name} would score in the memory of the model that is trained: {needs}"
+        yield Conflict("reward.reward_model.rollout.name", reason, f"={DEFAULT_ENGINE}")
+
+
+def _sleeps(config: Config) -> bool:
+    """Whether engines sleep while the model is trained, as far as it is known."""
+    device = config.trainer.device
+    return frees_engine_memory(config, "cpu" if device == "auto" else device)
 
 
 def find_hints(config: Config) -> Iterator[Conflict]:
@@ -46,7 +67,12 @@ def find_hints(config: Config) -> Iterator[Conflict]:
             f"{mode} does not clip, so that responses which are up to {staleness} versions old may move the policy far"
         )
         yield Conflict(LOSS, reason, f"=vanilla, or {_STALENESS}=1")
-    if correction.rollout_rs or correction.bypass_mode or get_importance_weights(config):
+    if rollout.multi_turn.enable and _sleeps(config):
+        reason = "counts the time in which the model is trained and an episode waits for its engine"
+        yield Conflict(
+            f"{ROLLOUT}.multi_turn.deadline_s", reason, "increase it, also timeouts of clients of the gateway"
+        )
+    if correction.rollout_rs or correction.has_ratio_to_engine or get_importance_weights(config):
         return
     reason = f"{correction.rollout_is or 'null'} leaves responses that are up to {staleness} versions old uncorrected"
     if rollout.top_p < 1 or rollout.top_k > 0:

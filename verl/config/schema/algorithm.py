@@ -157,6 +157,11 @@ class RolloutCorrectionConfig(Section):
     loss_type: Literal["ppo_clip", "reinforce"] = setting("ppo_clip", only_if=needs(".bypass_mode"))
     """ppo_clip: policy_loss.loss_mode, with a ratio to the engine; reinforce: -A * lp, weighted by rollout_is."""
 
+    @property
+    def has_ratio_to_engine(self) -> bool:
+        """Whether the ratio of the loss is that of the policy to the engine, which the loss clips."""
+        return self.bypass_mode and self.loss_type == "ppo_clip"
+
     def list_rejections(self) -> list[tuple[str, float, float]]:
         """Return (kind, lower bound, upper bound) of each criterion."""
         kinds = [_SYNONYMS.get(kind, kind) for kind in self.rollout_rs or []]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ADAPTER_ID = 1  # an engine holds one adapter
+FIRST = -1  # a priority; that of other requests is 0
 HEALTH_CHECK_S = 1.0  # between checks of vLLM's process during a call
 
 
@@ -51,7 +52,7 @@ class VllmEngine:
         self._batch_lock = asyncio.Lock()
         self._adapter: LoRARequest | None = None
         self._adapter_tensors: dict[str, Tensor] = {}  # an adapter that is being received
-        self._is_asleep = self._is_updating = False
+        self._is_asleep = self._is_updating = self._may_resume = False
 
     async def start(self) -> None:
         self._llm = await start_vllm(self.settings, _engine_arguments(self.settings))
@@ -60,7 +61,9 @@ class VllmEngine:
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         with map_engine_errors():
-            return self._completion(await self._result(await self._add(token_ids, _sampling(sampling))))
+            queue = await self._add(token_ids, _sampling(sampling))
+            await self._resume()
+            return self._completion(await self._result(queue))
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         """Enqueue under a pause and with empty caches: vLLM then schedules the same batches each time."""
@@ -68,6 +71,7 @@ class VllmEngine:
         async with self._batch_lock:
             with map_engine_errors():
                 try:
+                    await self._resume()
                     await self._call(self._llm.pause_generation(mode="wait", clear_cache=True))
                     for token_ids, sampling in requests:
                         queues.append(await self._add(token_ids, _sampling(sampling)))
@@ -78,17 +82,24 @@ class VllmEngine:
                     await self._llm.resume_generation()
                     raise
 
-    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """After a weight update nothing runs yet, and the probe does not queue behind a full engine."""
         params = _sampling(SamplingParams(max_tokens=1, temperature=0.0), prompt_logprobs=0)
         with map_engine_errors():
-            entries = (await self._result(await self._add(token_ids, params))).prompt_logprobs
-        return read_logprobs(entries, token_ids[1:]).tolist()
+            queues = [await self._add(each, params, priority=FIRST) for each in sequences]
+            await self._resume()
+            outputs = await asyncio.gather(*(self._result(queue) for queue in queues))
+        return [
+            read_logprobs(output.prompt_logprobs, each[1:]).tolist()
+            for output, each in zip(outputs, sequences, strict=True)
+        ]
 
     async def start_weight_update(self) -> None:
         await self._call(self._start_weight_update())
 
     async def _start_weight_update(self) -> None:
         """Let no request run, and have memory for the weights; not yet for the cache: the trainer may be sending."""
+        self._may_resume = False
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         if self._is_asleep:
             await self._llm.wake_up(["weights"])
@@ -122,9 +133,16 @@ class VllmEngine:
         if self._is_asleep:
             await self._llm.wake_up(["kv_cache"])
             self._is_asleep = False
+            await self._llm.pause_generation(mode="keep", clear_cache=True)  # awake, vLLM resumes by itself
         # Streams of random numbers neither start again after a restart or resume, nor repeat on another engine.
         await self._llm.collective_rpc("seed_sampling", args=(hash_seed(self.settings.seed, version),))
-        await self._llm.resume_generation()
+        self._may_resume = True
+
+    async def _resume(self) -> None:
+        """Let requests run that a weight update has paused."""
+        if self._may_resume:
+            self._may_resume = False
+            await self._call(self._llm.resume_generation())
 
     def _collect_adapter(self, bucket: WeightBucket | SharedBucket) -> None:
         import torch
@@ -190,11 +208,12 @@ class VllmEngine:
         finally:
             working.cancel()  # no effect once it is done
 
-    async def _add(self, token_ids: Sequence[int], params: Any) -> RequestOutputCollector:
+    async def _add(self, token_ids: Sequence[int], params: Any, priority: int = 0) -> RequestOutputCollector:
         from vllm.inputs import TokensPrompt
 
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
-        return await self._llm.add_request(str(next(self._requests)), prompt, params, lora_request=self._adapter)
+        name = str(next(self._requests))
+        return await self._llm.add_request(name, prompt, params, lora_request=self._adapter, priority=priority)
 
     def _completion(self, final: Any) -> Completion:
         completion = _completion(final)
@@ -306,6 +325,7 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     from verl.rollout.vllm.transfer import BACKENDS
 
     arguments: dict[str, Any] = {
+        "scheduling_policy": "priority",
         "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that the token was drawn from
         "weight_transfer_config": {"backend": BACKENDS[settings.weight_backend]},
     }

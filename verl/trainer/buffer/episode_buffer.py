@@ -106,6 +106,7 @@ class EpisodeBuffer:
         # Not when a group finishes: an adaptive sampler sees the same scores in the same order after a resume.
         self._stream.record([get_raw_score(sample) for sample in group.episodes] for group in take.seen)
         self._admission.record_started(count - len(take.trained))  # a smaller batch counts as a whole one
+        self._start_allowed()
         take.finish(self.position, has_dropped=self._has_dropped)
         self._has_dropped |= take.dropped > 0
         self.metrics, self.warnings = take.metrics, take.warnings
@@ -116,7 +117,7 @@ class EpisodeBuffer:
             **take.describe(),
         }
         samples = [sample for group in take.trained for sample in group.samples]
-        oldest = min(sample.version for sample in samples)
+        oldest = min((sample.version for sample in samples if sample.generated), default=self._version)
         if self._version - oldest > self._max_staleness:
             raise WeightSyncError(
                 f"a response of version {oldest} of the weights would be trained at version {self._version}, but "
@@ -135,10 +136,13 @@ class EpisodeBuffer:
 
         Groups that no take has seen run again from their prompts.
         """
-        state = self._stream.state() | {"position": self.position}
-        seen = [each for each in range(self.position, self._stream.position) if each not in self._groups]
-        seen += state.pop("consumed", [])  # of an earlier run, and not reached yet
-        return state | {"consumed": seen} if seen else state
+        progress = self.progress()
+        return self._stream.state() | {name: value for name, value in progress.items() if value != []}
+
+    def progress(self) -> dict[str, Any]:
+        """Return the first position that is not done, and the later ones that are."""
+        done = [each for each in range(self.position, self._stream.position) if each not in self._groups]
+        return {"position": self.position, "consumed": done + self._stream.consumed}
 
     async def close(self) -> None:
         """Cancel the groups that still run."""

@@ -24,11 +24,11 @@ _FIX = (
 
 def describe_staleness(samples: Sequence[SampleHandle], version: int) -> dict[str, float]:
     """Return how many versions the samples of a step lag behind its weights, and how many versions sampled each."""
-    ages = [version - sample.version for sample in samples]
-    metrics = {"training/staleness": float(max(ages))}
-    if max(ages) == 0:
+    ages = [version - sample.version for sample in samples if sample.generated]
+    metrics = {"training/staleness": float(max(ages, default=0))}
+    if not any(ages):
         return metrics
-    spans = [sample.versions for sample in samples]
+    spans = [sample.versions for sample in samples if sample.generated]
     return metrics | {
         "training/staleness_mean": sum(ages) / len(ages),
         "training/versions_in_response_mean": sum(spans) / len(spans),
@@ -151,8 +151,9 @@ class Take:
         """Return the positions of all groups, of trained ones with the first and the last version that sampled them."""
         trained = []
         for group in self.trained:
-            oldest = min((sample.version for sample in group.samples), default=group.version)
-            newest = max((sample.version + sample.versions - 1 for sample in group.samples), default=group.version)
+            sampled = [sample for sample in group.samples if sample.generated]
+            oldest = min((sample.version for sample in sampled), default=group.version)
+            newest = max((sample.version + sample.versions - 1 for sample in sampled), default=group.version)
             trained.append([group.position, oldest, newest, len(group.samples)])
         rejected, dropped = ([group.position for group in groups] for groups in (self._rejected, self._dropped))
         return {"trained": trained, "rejected": rejected, "dropped": dropped}
@@ -170,8 +171,9 @@ class Take:
             return
         search = self._describe_search(len(self.trained))
         if not self.trained:
-            first = position - generated
-            raise RewardError(f"{search}. Their prompts are {first} to {position - 1} of the stream. {_FIX}")
+            positions = [group.position for group in self._rejected]
+            prompts = f"{min(positions)} to {max(positions)}"
+            raise RewardError(f"{search}. Their prompts are {prompts} of the stream. {_FIX}")
         self.warnings.append(f"{search}. The step trains on the smaller batch. {_FIX}")
 
     def _describe_search(self, with_signal: int) -> str:

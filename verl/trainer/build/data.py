@@ -151,6 +151,13 @@ def read_data(config: Config) -> RunData:
         if split == "train":
             reports += _template_hints(config, dataset.row(0)[config.data.prompt_key], tokenizer, teacher)
             order = build_sampler(config, dataset, files)
+            if order.is_adaptive and config.trainer.max_staleness > 0:
+                raise ConfigError(
+                    [
+                        f"data.sampler={config.data.sampler} chooses prompts by scores, whose order would depend on "
+                        "time; set trainer.max_staleness=0"
+                    ]
+                )
         else:
             val_sources = sources
         unknown = sorted(source for source in set(sources) if resolve_scorer(config, source) is None)

@@ -160,7 +160,7 @@ class RLBuilder(RunBuilder[Config]):
             devices,
             devices if shares_devices else count_rollout_devices(config),
             config.actor_rollout_ref.actor.ppo_epochs,
-            is_asynchronous=config.trainer.max_staleness > 0,
+            is_asynchronous=config.trainer.max_staleness > 0 and not frees_engine_memory(config, self.device),
             has_own_engines=not shares_devices,
         )
         device = None if self.device == "cpu" else find_device(await policy.device_name())

@@ -17,7 +17,7 @@ from verl.cluster.hangs.registry import watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
 from verl.cluster.session import detect_device, disconnect, reconnect, write_timeline
 from verl.config.batch_sizes import count_extra_devices, count_group_devices, count_rank_multiple, count_train_ranks
-from verl.config.checks import Check, device_support, run_checks, trainer
+from verl.config.checks import Check, asynchronous, device_support, run_checks, trainer
 from verl.config.paths import change_settings, with_changes
 from verl.config.schema import Config, Section, SftConfig
 from verl.data.samplers import PromptStream
@@ -169,7 +169,7 @@ class RunBuilder(Generic[C]):
         config: Config | SftConfig = with_changes(self.config, {"trainer": {"device": self.device}})
         checks: list[Check] = [trainer.find_profile_conflicts]
         if isinstance(config, Config):
-            checks.append(device_support.find_conflicts)
+            checks += [device_support.find_conflicts, asynchronous.find_conflicts]
         if problems := run_checks(checks, config):
             raise ConfigError(problems)
 

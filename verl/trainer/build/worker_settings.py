@@ -18,6 +18,7 @@ from verl.config.features import (
     compute_dtype,
     frees_engine_memory,
     get_quantization,
+    may_pause_requests,
     prime_shares_reference,
     resolve_dtype,
     rollout_dtype,
@@ -53,7 +54,13 @@ from verl.workers.train import TrainSettings
 
 def timeouts(config: Config | SftConfig) -> Timeouts:
     """Return how long one process waits for another; forever if all run in one process."""
-    return Timeouts.unlimited() if config.trainer.local else Timeouts.from_config(config.trainer.deadlines)
+    if config.trainer.local:
+        return Timeouts.unlimited()
+    limits = Timeouts.from_config(config.trainer.deadlines)
+    if isinstance(config, Config) and may_pause_requests(config):  # while the model is trained and its weights are sent
+        paused_s = 2 * (limits.train.seconds + limits.weights.seconds)
+        limits = replace(limits, generation=limits.generation._replace(seconds=limits.generation.seconds + paused_s))
+    return limits
 
 
 def train_settings(config: Config, total_steps: int, device: str) -> TrainSettings:
