@@ -155,6 +155,12 @@ def count_total_steps(config: Config | SftConfig, prompts: int) -> int:
     return max(1, prompts * config.trainer.total_epochs // config.data.train_batch_size)
 
 
+def get_run_ahead(config: Config) -> float:
+    """Return how many batches generation may be ahead of training."""
+    wanted, staleness = config.async_training.staleness_threshold, config.trainer.max_staleness
+    return min(staleness, 1 if wanted is None else wanted)
+
+
 def count_policy_steps(config: Config, steps: int) -> int:
     """Return how many of the first `steps` steps of the run train the policy; trainer.critic_warmup delays it."""
     return max(0, steps - config.trainer.critic_warmup) if uses_critic(config) else steps

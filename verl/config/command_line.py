@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # importing Hydra and OmegaConf takes a third of a second
 _CONFIG_PATH = ("--config-path", "-cp", "--config-dir", "-cd")
 _CONFIG_NAME = ("--config-name", "-cn")
 
+DEFAULTS = File(__file__).parent / "legacy" / "defaults"
+"""The YAML files that launch scripts name without having them: the defaults of the modules that they start."""
+
 _PLAIN = re.compile(r"[\w.+~/@]+=[^\s'\",\[\]{}()$\\]+")
 """An override with a plain value: text, where Hydra's grammar rejects a character (~/models, a?b)."""
 
@@ -109,7 +112,7 @@ def _raise(message: str) -> Any:
 
 
 def find_yaml(directory: str | None, name: str | None, problems: list[str]) -> tuple[File, str] | None:
-    """Return the directory of the user's YAML file and its name."""
+    """Return the directory of the user's YAML file, or of one of `DEFAULTS`, and its name."""
     if name is None:
         if directory is not None:
             problems.append(f"--config-path: {directory} requires the name of a file; add --config-name NAME")
@@ -118,6 +121,8 @@ def find_yaml(directory: str | None, name: str | None, problems: list[str]) -> t
     folder = folder.expanduser().absolute()
     inner = inner.removesuffix(".yaml").removesuffix(".yml")
     if not (folder / f"{inner}.yaml").is_file():
+        if (DEFAULTS / f"{inner}.yaml").is_file():
+            return DEFAULTS, inner
         names = sorted(file.stem for file in folder.glob("*.yaml"))
         fix = f"available: {', '.join(names)}" if names else "give the directory with --config-path"
         problems.append(f"--config-name: {folder / inner}.yaml does not exist; {fix}")

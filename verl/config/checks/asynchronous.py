@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from verl.config.checks.conflict import Conflict
-from verl.config.features import frees_engine_memory, get_importance_weights
+from verl.config.features import frees_engine_memory, get_importance_weights, list_trained_models
 from verl.config.rollout_engines import DEFAULT_ENGINE, get_rollout_engine
 from verl.config.schema import Config
 from verl.config.schema.conditions import ACTOR, LOSS, ROLLOUT
 
 _STALENESS, _WEIGHTS = "trainer.max_staleness", "algorithm.rollout_correction.rollout_is"
+_SAMPLER = "trainer.v1.sampler"
 _UNCLIPPED = ("gpg", "kl_cov", "dpo", "sppo")
 SCORE_AWARE = ("difficulty", "replay")
 """The values of `data.sampler` whose order depends on scores; custom functions are checked when they are loaded."""
@@ -25,6 +27,11 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
     )
     if staleness == 0:
         return
+    run_ahead = config.async_training.staleness_threshold or 0
+    if run_ahead > staleness:
+        reason = f"{run_ahead:g} batches must be at most {_STALENESS}={staleness}, or responses become too old"
+        fix = f"={staleness}, or {_STALENESS}={math.ceil(run_ahead) + 1}"
+        yield Conflict("async_training.staleness_threshold", reason, fix)
     if config.trainer.deterministic:
         reason = (
             f"{staleness} lets a step take the responses that finish first, and trainer.deterministic=true does not"
@@ -57,6 +64,12 @@ def _sleeps(config: Config) -> bool:
 
 
 def find_hints(config: Config) -> Iterator[Conflict]:
+    """Yield settings that are probably a mistake in an asynchronous run."""
+    yield from _find_uncorrected(config)
+    yield from _find_other_counts(config)
+
+
+def _find_uncorrected(config: Config) -> Iterator[Conflict]:
     """Yield settings with which old responses may destabilize training."""
     staleness, rollout = config.trainer.max_staleness, config.actor_rollout_ref.rollout
     if staleness == 0:
@@ -80,3 +93,26 @@ def find_hints(config: Config) -> Iterator[Conflict]:
         yield Conflict(_WEIGHTS, f"{reason}: {cause}", f"set {ROLLOUT}.top_p=1.0 and {ROLLOUT}.top_k=-1")
     else:
         yield Conflict(_WEIGHTS, reason, "=token")
+
+
+def _find_other_counts(config: Config) -> Iterator[Conflict]:
+    """Yield numbers that count something else in the launch scripts that use the same settings."""
+    updates = config.async_training.trigger_parameter_sync_step or 1
+    for _, _, key, optim in list_trained_models(config):
+        if optim.lr_warmup_steps and updates > 1:
+            steps = -(-optim.lr_warmup_steps // updates)
+            yield Conflict(
+                f"{key}.lr_warmup_steps",
+                f"{optim.lr_warmup_steps} counts steps of the run, each with a version of the weights; launch scripts "
+                f"with async_training.trigger_parameter_sync_step={updates} count {updates} updates per version",
+                f"={steps} for as many updates",
+            )
+    mode, sampler = config.trainer.v1.trainer_mode, config.trainer.v1.sampler
+    if mode in ("colocate_async", "separate_async") and "max_off_policy_threshold" in sampler.model_fields_set:
+        versions = sampler.max_off_policy_threshold
+        yield Conflict(
+            f"{_SAMPLER}.max_off_policy_threshold",
+            f"{versions} is how many versions a response may lag here; in other launch scripts it includes the version "
+            "that is trained",
+            f"={max(1, versions - 1)} for the same bound" if versions > 1 else "",
+        )

@@ -11,7 +11,7 @@ from verl.config.schema.data import DataConfig
 from verl.config.schema.distillation import DistillationConfig
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.rollout import RolloutConfig
-from verl.config.schema.trainer import RayConfig, TrainerConfig
+from verl.config.schema.trainer import AsyncTrainingConfig, RayConfig, TrainerConfig
 
 
 class ActorRolloutRefConfig(Section):
@@ -37,4 +37,7 @@ class Config(Section):
         DistillationConfig, "On-policy distillation from a teacher.", only_if=needs("distillation.enable")
     )
     trainer: TrainerConfig = section(TrainerConfig, "The run: duration, devices, checkpoints, logging.")
+    async_training: AsyncTrainingConfig = section(
+        AsyncTrainingConfig, "Asynchronous training: how far generation runs ahead, and the size of a batch."
+    )
     ray_kwargs: RayConfig = section(RayConfig, "Ray.")

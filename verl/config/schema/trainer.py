@@ -14,6 +14,8 @@ Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", 
 Sinks = Annotated[list[Sink], OneOrMany]
 ProfileTool = Literal["torch", "memory", "nsys"]
 
+_MODE = "trainer.v1.trainer_mode"
+_IS_ASYNCHRONOUS = needs(_MODE, "colocate_async", "separate_async")
 _SAVES = unless(".save_freq", -1, reason="{section}.save_freq=-1 saves no checkpoints")
 
 
@@ -138,6 +140,29 @@ class RunConfig(Section):
         return frozenset(self.profile.steps or ()) if self.profile.enable else frozenset()
 
 
+class SamplerConfig(Section):
+    max_off_policy_threshold: Count = setting(8, unit="versions", only_if=_IS_ASYNCHRONOUS)
+    """The value of trainer.max_staleness that an asynchronous trainer_mode sets."""
+
+
+class ColocateConfig(Section):
+    num_warmup_batches: int = setting(1, unit="batches", ge=0, only_if=needs(_MODE, "colocate_async"))
+    """The value of async_training.staleness_threshold that trainer_mode sets."""
+
+
+class SeparateConfig(Section):
+    num_warmup_batches: int = setting(1, unit="batches", ge=0, only_if=needs(_MODE, "separate_async"))
+    """The value of async_training.staleness_threshold that trainer_mode sets."""
+
+
+class TrainerModeConfig(Section):
+    trainer_mode: Literal["sync", "colocate_async", "separate_async"] | None = setting(None)
+    """Sets actor_rollout_ref.hybrid_engine, trainer.max_staleness and async_training.staleness_threshold, if given."""
+    sampler: SamplerConfig = section(SamplerConfig, "Staleness of an asynchronous trainer.")
+    colocate_async: ColocateConfig = section(ColocateConfig, "Engines on the devices of the train workers.")
+    separate_async: SeparateConfig = section(SeparateConfig, "Engines on devices of their own.")
+
+
 class TrainerConfig(RunConfig):
     critic_warmup: int = setting(0, unit="steps", ge=0, only_if=(HAS_ADVANTAGES, HAS_CRITIC))
     """First steps, in which only the critic is trained."""
@@ -147,8 +172,20 @@ class TrainerConfig(RunConfig):
     """Weight of the policy in an update of the reference; 1: copy the policy; below 1: moving average (EMA)."""
     max_staleness: int = setting(0, unit="versions", ge=0)
     """Maximum weight versions that a response may lag; 0: synchronous."""
+    v1: TrainerModeConfig = section(TrainerModeConfig, "Names of launch scripts for the settings of asynchronous runs.")
     deterministic: bool = setting(False)
     """Bitwise reproducible: seeded responses, fixed batches; on GPUs deterministic kernels of torch and vLLM."""
+
+
+class AsyncTrainingConfig(Section):
+    staleness_threshold: float | None = setting(
+        None, unit="batches", ge=0, only_if=unless("trainer.max_staleness", 0, reason="trainer.max_staleness=0")
+    )
+    """How far generation runs ahead; without trainer.max_staleness, sets it to this, rounded up, plus 1; null: 1."""
+    require_batches: Count | None = setting(None, unit="mini-batches")
+    """Factor of data.train_batch_size = this x trigger_parameter_sync_step x ppo_mini_batch_size; null: 1."""
+    trigger_parameter_sync_step: Count | None = setting(None, unit="updates")
+    """Factor of data.train_batch_size; null: 1. If neither factor is given, data.train_batch_size is what it is."""
 
 
 class RayInit(Section):

@@ -17,6 +17,7 @@ from verl.config.batch_sizes import (
     count_total_steps,
     count_train_ranks,
     get_max_sequence_tokens,
+    get_run_ahead,
 )
 from verl.config.checks import TRAIN_HINTS
 from verl.config.features import frees_engine_memory, transport_name
@@ -222,13 +223,13 @@ class RLBuilder(RunBuilder[Config]):
         )
 
     def build_buffer(self, episodes: EpisodeClient, stream: PromptStream, steps: int) -> EpisodeBuffer:
-        dynamic, staleness = self.config.algorithm.filter_groups, self.config.trainer.max_staleness
+        dynamic = self.config.algorithm.filter_groups
         buffer = EpisodeBuffer(
             episodes.run_group,
             stream,
             self.config.data.train_batch_size,
-            max_staleness=staleness,
-            run_ahead=min(staleness, 1),
+            max_staleness=self.config.trainer.max_staleness,
+            run_ahead=get_run_ahead(self.config),
             steps=steps,
             signal=dynamic if dynamic.enable else None,
             warn=self.console.advice,
