@@ -52,6 +52,8 @@ def test_an_unknown_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]
         ("verl.trainer.main_ppo", " train"),
         ("verl.trainer.sft_trainer", " sft"),
         ("verl.trainer.main_ppo_sync", " train"),
+        ("verl.experimental.fully_async_policy.fully_async_main", " train"),
+        ("verl.experimental.one_step_off_policy.main_ppo", " train"),
         ("verl.trainer.main_generation", " generate"),
         ("verl.trainer.main_generation_server", " generate"),
         ("verl.trainer.main_eval", " eval"),

@@ -9,12 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path as File
 from typing import Any
 
+from verl.config.command_line import DEFAULTS
 from verl.config.load import GENERATE, SFT, TRAIN, AnyRunType
 from verl.config.paths import format_value, iter_leaves, join_path
 from verl.errors import VerlError
 from verl.migration.capture import TIMEOUT_S, Call, Capture, restore_variables
 
-_TRAIN_MODULES = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "recipe.dapo.main_dapo")
+MODULE_DEFAULTS = {
+    "verl.experimental.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
+    "verl.experimental.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
+}
+"""The modules whose settings have other defaults, and the YAML file of them."""
+_TRAIN_MODULES = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "recipe.dapo.main_dapo", *MODULE_DEFAULTS)
 _SFT_MODULES = ("verl.trainer.sft_trainer", "verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer_ray")
 _GENERATE_MODULES = ("verl.trainer.main_generation", "verl.trainer.main_generation_server")
 ENTRIES: dict[str, AnyRunType] = {
@@ -23,11 +29,7 @@ ENTRIES: dict[str, AnyRunType] = {
     **dict.fromkeys(_GENERATE_MODULES, GENERATE),
 }
 """The modules that launch scripts start, and the type of run that each is."""
-REFUSED_ENTRIES = {
-    "verl.experimental.fully_async_policy.fully_async_main": "asynchronous training",
-    "verl.experimental.one_step_off_policy.main_ppo": "asynchronous training",
-    "verl_mlite.launch": "Megatron-Core",
-}
+REFUSED_ENTRIES = {"verl_mlite.launch": "Megatron-Core"}
 _LAUNCHER_SIZES = {
     r"nproc[_-]per[_-]node|num_processes": "trainer.n_gpus_per_node",
     r"nnodes|num_machines": "trainer.nnodes",
@@ -123,7 +125,8 @@ def _read_launch(call: Call, start: int, variables: frozenset[str]) -> LaunchCom
     notes = []
     if not re.match(r"(python|torchrun)", launcher[0]):
         notes.append(f"the script launches it with: {restore_variables(shlex.join(launcher))}")
-    overrides = _read_sizes(launcher)
+    defaults = read_yaml(DEFAULTS / f"{MODULE_DEFAULTS[module]}.yaml").launches if module in MODULE_DEFAULTS else []
+    overrides = [*(text for launch in defaults for text in launch.overrides), *_read_sizes(launcher)]
     rest = iter(arguments)
     for word in rest:
         option = word.split("=")[0]

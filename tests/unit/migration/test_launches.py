@@ -194,8 +194,19 @@ def test_a_config_of_a_missing_feature_is_refused_by_its_name(words: list[str], 
 
 
 def test_a_module_of_a_missing_feature_is_refused_by_its_name() -> None:
-    with pytest.raises(VerlError, match="requires asynchronous training, which is not supported yet"):
-        find(["python", "-m", "verl.experimental.fully_async_policy.fully_async_main"])
+    with pytest.raises(VerlError, match="requires Megatron-Core, which is not supported yet"):
+        find(["python", "-m", "verl_mlite.launch"])
+
+
+def test_a_module_of_asynchronous_training_brings_its_defaults() -> None:
+    words = ["python", "-m", "verl.experimental.fully_async_policy.fully_async_main", *GRPO[3:]]
+    arguments = migrate_words([*words, "async_training.staleness_threshold=0.5", "data.train_batch_size=0"]).command()
+    assert "async_training.staleness_threshold=0.5" in arguments
+    assert {"actor_rollout_ref.hybrid_engine=false", "async_training.trigger_parameter_sync_step=4"} <= set(arguments)
+    (loaded,) = load([text for text in arguments[2:] if "${" not in text], complete=False)
+    assert loaded.config.trainer.max_staleness == 2
+    words = ["python", "-m", "verl.experimental.one_step_off_policy.main_ppo", *GRPO[3:]]
+    assert "trainer.max_staleness=1" in migrate_words(words).command()
 
 
 def test_a_script_that_launches_nothing_is_explained() -> None:

@@ -1,0 +1,1 @@
+"""Entry points of launch scripts for asynchronous training, by the names under which they start it."""

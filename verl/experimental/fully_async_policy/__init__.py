@@ -1,0 +1,1 @@
+"""`fully_async_main`: responses as they finish, on devices of the engines' own."""

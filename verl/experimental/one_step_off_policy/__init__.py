@@ -1,0 +1,1 @@
+"""`main_ppo`: the next batch is generated while a batch is trained."""
