@@ -3,7 +3,8 @@
 make show-scripts [ARGS="[--short] [--write]"]
 
 1. The real arguments of 38 public scripts with text, FSDP and vLLM, captured by running them, resolve with their own
-   values, or each problem names the value of the script that is not built yet. (../shared/data/launch_scripts)
+   values, or each problem names the value of the script that is not built yet; so do those of 15 asynchronous ones,
+   with the batch, the steps and the defaults of the module that they start. (../shared/data/launch_scripts)
 2. `verl migrate` finds the same arguments as bash in the scripts of data/launch_scripts, which use the constructs of
    public ones. bash runs each of them in the sandbox with a recording python on PATH.
 3. Each of the 826 keys of the public main configuration is a setting, an alias, or has an answer, and its public
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -39,14 +41,21 @@ from verl.config.load import GENERATE, SFT, TRAIN, AnyRunType, load, load_for_ge
 from verl.config.paths import find_setting, format_value, get_path, join_path
 from verl.errors import ConfigError, VerlError
 from verl.migration.capture import capture, restore_variables
-from verl.migration.launches import ENTRIES, REFUSED_ENTRIES, find_launches
+from verl.migration.launches import ENTRIES, MODULE_DEFAULTS, REFUSED_ENTRIES, find_launches
 
 DATA = Path(__file__).parent / "data" / "launch_scripts.jsonl.gz"
 CONSTRUCTS = Path(__file__).parent / "data" / "launch_scripts"
 SHARED = ROOT.parent / "shared" / "data" / "launch_scripts"
 PAGE = ROOT / "docs" / "migration_keys.md"
 SCRIPTS, RUNNABLE, KEYS = 108, 39, 529
-CAPTURED, MAIN_KEYS, MIN_CONSTRUCTS = 38, 826, 30
+CAPTURED, ASYNCHRONOUS, MAIN_KEYS, MIN_CONSTRUCTS = 38, 15, 826, 30
+OTHER_FEATURES = re.compile("geo3k|megatron|npu|sglang|trtllm")
+"""What an asynchronous script needs besides, by its name."""
+BATCH_FACTORS = (
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "async_training.require_batches",
+    "async_training.trigger_parameter_sync_step",
+)
 FEATURES = {
     "megatron": "Megatron-Core",
     "sglang": "SGLang",
@@ -174,38 +183,61 @@ def check_captured() -> tuple[dict[str, object], bool]:
     rows = read_shared("captured.jsonl")
     if rows is None:
         return {"captured": "skipped"}, True
-    complete = named = 0
-    rows = [row for row in rows if not row["needs"]]
-    for row in rows:
-        given = {text.lstrip("+~").partition("=")[0] for text in row["arguments"]}
-        run_type = ENTRIES[row["module"]]
-        problems = find_problems(row["arguments"], run_type)
-        keys = {join_path(run_type.legacy.resolve_alias(tuple(key.split(".")))) for key in given}
-        unnamed = [p for p in problems if "not supported yet" not in p or p.partition(":")[0] not in keys | given]
-        if not problems:
-            unnamed = find_other_values(row["arguments"], run_type)
-        complete += not problems and not unnamed
-        named += bool(problems) and not unnamed
-        print(f"{row['script']:<66} {'FAILS' if unnamed else 'names' if problems else 'resolves'}")
-        print(*(f"    {text}" for text in problems or unnamed), sep="\n", end="\n" if problems or unnamed else "")
-    figures = {"captured": len(rows), "captured_resolved": complete, "captured_named": named}
-    return figures, len(rows) == CAPTURED == complete + named
+    figures: dict[str, object] = {}
+    is_fine = True
+    for name, needs, expected in (("captured", [], CAPTURED), ("asynchronous", ["async"], ASYNCHRONOUS)):
+        chosen = [row for row in rows if row["needs"] == needs and not (needs and OTHER_FEATURES.search(row["script"]))]
+        outcomes = Counter(check_arguments(row) for row in chosen)
+        figures |= {name: len(chosen), f"{name}_resolved": outcomes["resolves"], f"{name}_named": outcomes["names"]}
+        is_fine &= len(chosen) == expected and not outcomes["FAILS"]
+    return figures, is_fine
+
+
+def check_arguments(row: dict[str, Any]) -> str:
+    """Resolve the arguments of one script; print and return the outcome."""
+    run_type, defaults = ENTRIES[row["module"]], MODULE_DEFAULTS.get(row["module"])
+    arguments = [*(["--config-name", defaults] if defaults else []), *row["arguments"]]
+    given = {text.lstrip("+~").partition("=")[0] for text in row["arguments"]}
+    problems = find_problems(arguments, run_type)
+    keys = {join_path(run_type.legacy.resolve_alias(tuple(key.split(".")))) for key in given}
+    unnamed = [p for p in problems if "not supported yet" not in p or p.partition(":")[0] not in keys | given]
+    refused = [p.partition(":")[0] for p in problems]
+    kept = [text for text in arguments if run_type.legacy.resolve_alias(key_path(text)) not in map(key_path, refused)]
+    unnamed = unnamed or find_other_values(kept, run_type)
+    outcome = "FAILS" if unnamed else "names" if problems else "resolves"
+    print(f"{row['script']:<66} {outcome}")
+    print(*(f"    {text}" for text in problems or unnamed), sep="\n", end="\n" if problems or unnamed else "")
+    return outcome
+
+
+def key_path(text: str) -> tuple[str, ...]:
+    return tuple(text.lstrip("+~").partition("=")[0].split("."))
 
 
 def find_other_values(arguments: list[str], run_type: AnyRunType) -> list[str]:
     """Return the settings that do not have the value that the script gives them."""
-    given: dict[str, object] = {}
+    given: dict[str, Any] = {}
     for override in parse_overrides([text for text in arguments if "=" in text and not text.startswith("--")], []):
         path, value = run_type.legacy.canonicalize(tuple(override.key_or_group.split(".")), override.value(), [])
         setting = find_setting(path, run_type.root)
         if setting is not None and setting.section is None and not run_type.legacy.unsets(path, value):
             given[join_path(path)] = value
+    given |= find_batch(given)
     if run_type is GENERATE:
         config: Any = load_for_generation([text for text in arguments if "data.output_path" not in text]).config
     else:
         config = (load_sft if run_type is SFT else load)(arguments, complete=False)[0].config
     found = {key: get_path(config, tuple(key.split("."))) for key in given}
     return [f"{key} is {found[key]}, not {value}" for key, value in given.items() if not is_same(found[key], value)]
+
+
+def find_batch(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch and the steps of a fully asynchronous script, which writes 0 prompts per batch."""
+    sizes = [given.get(key) for key in BATCH_FACTORS]
+    if given.get("data.train_batch_size") != 0 or not all(isinstance(size, int) for size in sizes):
+        return {}
+    batch, prompts = math.prod(sizes), given["actor_rollout_ref.rollout.total_rollout_steps"]
+    return {"data.train_batch_size": batch, "trainer.total_training_steps": prompts // batch}
 
 
 def is_same(found: object, given: object) -> bool:
