@@ -106,6 +106,15 @@ def test_engine_arguments_of_the_rollout_section_are_passed_on_to_vllm() -> None
     assert loaded.config.actor_rollout_ref.rollout.engine_kwargs.vllm == {"enable_chunked_prefill": False}
 
 
+def test_a_longer_context_than_the_models_is_passed_on_to_vllm() -> None:
+    (loaded,) = load(["+actor_rollout_ref.model.override_config.max_position_embeddings=32768"], complete=False)
+    overrides = {"hf_overrides": {"max_position_embeddings": 32768}}
+    assert loaded.config.actor_rollout_ref.rollout.engine_kwargs.vllm == overrides
+    assert any("max_position_embeddings is an alias of" in hint for hint in loaded.hints)
+    (problem,) = problems_of("+actor_rollout_ref.model.override_config.attn_implementation=eager")
+    assert "changes of a model's configuration" in problem
+
+
 def test_arguments_of_an_engine_that_is_not_used_have_no_effect() -> None:
     (loaded,) = load(["+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=triton"], complete=False)
     assert any("engine_kwargs.sglang" in hint and "has no effect" in hint for hint in loaded.hints)
