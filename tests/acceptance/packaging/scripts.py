@@ -7,8 +7,9 @@ make show-scripts [ARGS="[--short] [--write]"]
    with the batch, the steps and the defaults of the module that they start. (../shared/data/launch_scripts)
 2. `verl migrate` finds the same arguments as bash in the scripts of data/launch_scripts, which use the constructs of
    public ones. bash runs each of them in the sandbox with a recording python on PATH.
-3. Each of the 826 keys of the public main configuration is a setting, an alias, or has an answer, and its public
-   default is accepted or refused by the name of a feature. (../shared/data/launch_scripts)
+3. Each of the 826 keys of the public main configuration, and of the 27 of the asynchronous ones, is a setting, an
+   alias, or has an answer, and its public default is accepted or refused by the name of a feature.
+   (../shared/data/launch_scripts)
 4. The settings of 108 public scripts: the 39 that need neither Megatron, SGLang, another accelerator, another training
    engine nor images resolve, with no unknown key and no error but values of features that are not built yet. The other
    69 are refused by the name of such a feature; the settings of one of them name another feature than its list of
@@ -48,7 +49,7 @@ CONSTRUCTS = Path(__file__).parent / "data" / "launch_scripts"
 SHARED = ROOT.parent / "shared" / "data" / "launch_scripts"
 PAGE = ROOT / "docs" / "migration_keys.md"
 SCRIPTS, RUNNABLE, KEYS = 108, 39, 529
-CAPTURED, ASYNCHRONOUS, MAIN_KEYS, MIN_CONSTRUCTS = 38, 15, 826, 30
+CAPTURED, ASYNCHRONOUS, PUBLIC_KEYS, MIN_CONSTRUCTS = 38, 15, 826 + 27, 30
 OTHER_FEATURES = re.compile("geo3k|megatron|npu|sglang|trtllm")
 """What an asynchronous script needs besides, by its name."""
 BATCH_FACTORS = (
@@ -268,11 +269,11 @@ def check_constructs() -> tuple[dict[str, object], bool]:
 
 
 def check_keys() -> tuple[dict[str, object], bool]:
-    """Answer every key of the public main configuration, also with its default."""
+    """Answer every key of the public configurations, also with its default."""
     rows = read_shared("public_keys.jsonl")
     if rows is None:
         return {"public_keys": "skipped"}, True
-    rows = [row for row in rows if row["config"] == "main"]
+    rows = [row for row in rows if row["config"] in ("main", "fully_async", "one_step_off")]
     answered = Counter(find_answer(row["key"], TRAIN).kind for row in rows)
     unanswered = [row["key"] for row in rows if find_answer(row["key"], TRAIN).kind == "unknown"]
     complaints = []
@@ -284,7 +285,7 @@ def check_keys() -> tuple[dict[str, object], bool]:
         complaints += [problem for problem in problems if "not supported yet" not in problem]
     print(*(f"  unanswered: {key}" for key in unanswered), *(f"  default: {text}" for text in complaints), sep="\n")
     figures = {"public_keys": len(rows), "unanswered_keys": len(unanswered), "wrong_defaults": len(complaints)}
-    return {**figures, "key_answers": dict(answered)}, len(rows) == MAIN_KEYS and not unanswered and not complaints
+    return {**figures, "key_answers": dict(answered)}, len(rows) == PUBLIC_KEYS and not unanswered and not complaints
 
 
 def read_shared(name: str) -> list[dict[str, Any]] | None:
