@@ -25,12 +25,22 @@ from _run import environment, scripts  # noqa: E402
 from rotation import current_group, record_left  # noqa: E402
 
 ROTATION = (
-    ("kills", "families", "sleep", "step", "trl", "vocabulary", "unearned", "first_contact"),
-    ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading", "slurm"),
-    ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge"),
-    ("distillation", "reward_overlap", "poison", "reshard", "load", "tools", "sandbox", "combinations"),
-    ("trust", "stall", "real_model", "tp", "sync", "bandits", "episodes", "hostile_agents"),
-    ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel", "game", "scale"),
+    ("kills", "families", "sleep", "step", "trl", "vocabulary", "unearned", "first_contact", "async_simulation"),
+    ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading", "slurm", "inflight"),
+    ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge", "async_throughput"),
+    (
+        "distillation",
+        "reward_overlap",
+        "poison",
+        "reshard",
+        "load",
+        "tools",
+        "sandbox",
+        "combinations",
+        "async_learning",
+    ),
+    ("trust", "stall", "real_model", "tp", "sync", "bandits", "episodes", "hostile_agents", "deterministic"),
+    ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel", "game", "scale", "async_resume"),
 )
 LONG = ("learning", "parity", "resume")  # run at every commit, and start first, as do those of the rotation
 AT_ONCE = 2  # while one waits for its engines to start, the other works

@@ -54,6 +54,7 @@ class RLTrainer:
     async def step(self, version: int) -> Metrics:
         """One RL step: samples of `version` in, weights of `version + 1` in every engine out."""
         times = Metrics()
+        self.episodes.begin_step()
         with timer(times, "step"):
             self.buffer.advance(version)  # episodes start, as many as max_staleness allows
             with self._phase(times, "gen"):

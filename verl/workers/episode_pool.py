@@ -124,8 +124,14 @@ class EpisodeClient:
         self._config, self._pool, self._supervisor, self.failures = config, pool, supervisor, failures
         self._sampling = _sampling_params(config, stop_token_ids)
         self._greedy_baseline = greedy_baseline
-        self._started, self._finished = Counter[str](), Counter[str]()  # responses by split, since all were finished
+        self._started, self._finished = Counter[str](), Counter[str]()  # responses by split; of a step, or a validation
         self._began: dict[str, float] = {}
+
+    def begin_step(self) -> None:
+        """Count from here on the responses that are finished; those that still run belong to this step."""
+        self._started["train"] -= self._finished["train"]
+        self._finished["train"] = 0
+        self._began["train"] = time.monotonic()
 
     def describe_progress(self, split: str) -> str:
         """Return how many responses of the step, or of the validation, are finished, and the time that others need."""

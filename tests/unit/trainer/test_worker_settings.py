@@ -24,6 +24,7 @@ from verl.trainer.build.worker_settings import (
     build_planner,
     coarsest_dtype,
     episode_settings,
+    timeouts,
     train_settings,
 )
 from verl.training.settings import LoraSettings
@@ -520,3 +521,15 @@ def test_a_moving_average_of_the_policy_is_stored_in_float32(ratio: float, dtype
     reference = train_settings(config, 10, "cpu").reference
     assert reference is not None
     assert reference.param_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [
+        ([], 1800),
+        (["trainer.max_staleness=1"], 1800 + 2 * (3600 + 900)),
+        (["trainer.max_staleness=1", "actor_rollout_ref.rollout.free_cache_engine=False"], 1800),
+    ],
+)
+def test_the_time_in_which_engines_sleep_under_requests_is_not_a_hang(overrides: list[str], seconds: float) -> None:
+    assert timeouts(config_of("trainer.device=cuda", *overrides)).generation.seconds == seconds

@@ -47,5 +47,13 @@ async def test_progress_counts_responses_and_extrapolates(monkeypatch: pytest.Mo
     again = asyncio.ensure_future(client.run_group(0, 0))
     await asyncio.sleep(0)
     assert client.describe_progress("train") == "8 responses", "the next step begins at 0"
+    gates[1].clear()
+    beside = asyncio.ensure_future(client.run_group(1, 1))
+    await asyncio.sleep(0)
     gates[0].set()
     await again
+    assert client.describe_progress("train").startswith("8 of 16 responses")
+    client.begin_step()
+    assert client.describe_progress("train") == "8 responses", "those that go on belong to the next step"
+    gates[1].set()
+    await beside

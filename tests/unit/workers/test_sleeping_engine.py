@@ -50,8 +50,8 @@ async def test_memory_of_weights_is_allocated_before_a_sync_and_of_the_cache_aft
         "start_weight_update",
         "finish_weight_update 1",
         "wake_up ['kv_cache']",
+        "pause_generation keep True",  # until the probe
         f"collective_rpc seed_sampling ({hash_seed(0, 1)},)",
-        "resume_generation",
         "pause_generation keep True",  # awake
         "start_weight_update",
     ]
@@ -67,6 +67,7 @@ async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(monkeypatc
     actor = RolloutActor(get_rollout_engine("hf"), RolloutEngineSettings("model"))
     await actor.start()
     await load_weights(actor, [], 0)
+    await actor.compute_logprobs([[1, 2]])
     await actor.enable(0)
     await actor.sleep()
     assert await actor.is_ready()
@@ -74,4 +75,7 @@ async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(monkeypatc
     await asyncio.sleep(0)
     assert not request.done()
     await load_weights(actor, [], 1)
+    await asyncio.sleep(0)
+    assert not request.done(), "the weights are not verified yet"
+    await actor.compute_logprobs([[1, 2]])
     assert (await request).versions.tolist() == [1, 1]
