@@ -407,3 +407,9 @@ def test_workers_need_the_manager_that_uses_them() -> None:
 def test_answers_that_are_cut_are_said() -> None:
     [line] = Diagnosis().advise({"response_length/clip_ratio": 0.9}, 1)
     assert "try a larger data.max_response_length" in line
+
+
+def test_messages_name_an_agent_that_scores_its_own_episodes() -> None:
+    multi_turn = "actor_rollout_ref.rollout.multi_turn.enable=True"
+    agent = "actor_rollout_ref.rollout.agent.default_agent_loop=mine.py:agent"
+    assert resolve_scorer(settings(multi_turn, agent).config, "") == "the agent or its environment"

@@ -172,12 +172,12 @@ def load_reward(
 
 
 def resolve_scorer(config: Config, data_source: str) -> str | None:
-    """Return the name of what scores these rows in a run, like `describe_scorer`; it may be a reward model."""
+    """Return the name of what scores these rows in a run, like `describe_scorer`, also if it is no function."""
     from verl.config.features import uses_reward_function  # reward workers do not import the configuration
 
     model, function = config.reward.reward_model, config.reward.custom_reward_function
     if not uses_reward_function(config):
-        return f"reward model {model.model_path}"
+        return f"reward model {model.model_path}" if model.enable else "the agent or its environment"
     settings = RewardFunctionSettings(function.path, function.name, functions=config.reward.functions)
     scorer = describe_scorer(data_source, settings)
     return f"{scorer} + reward model {model.model_path}" if scorer is not None and model.enable else scorer

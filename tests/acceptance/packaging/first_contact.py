@@ -37,6 +37,36 @@ config = TrainingConfig(batch_size=2, group_size=2, total_steps=1, max_prompt_le
 result = GRPOTrainer("assets/model", reward=reward, prompts=["1+1=", "2+2="], config=config, local=True).train()
 print("model:", result.model_path)
 """
+AGENTS = """
+import sys
+
+import verl
+from openai import AsyncOpenAI
+from verl import GRPOTrainer, TrainingConfig
+
+@verl.tool
+def price(fruit: str) -> str:
+    'Return the price of a fruit.'
+    return "7"
+
+async def agent(task, base_url, api_key):
+    messages = list(task.messages)
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for _ in range(9):  # more than the tokens of a response allow
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            messages += [dict(role="assistant", content=reply.choices[0].message.content), messages[0]]
+    return 1.0
+
+def reward(response: str) -> float:
+    return float(len(response))
+
+settings = {"actor_rollout_ref.rollout.multi_turn.format": "hermes"}
+sizes = dict(batch_size=2, group_size=2, max_prompt_length=8, max_response_length=4)
+config = TrainingConfig(total_steps=1, settings=settings, **sizes)
+prompts = [dict(prompt=[dict(role="user", content=text)]) for text in ("1+1=", "2+2=")]
+how = dict(tools=[price], reward=reward) if sys.argv[1:] == ["tools"] else dict(agent=agent)
+GRPOTrainer("assets/model", prompts=prompts, config=config, local=True, **how).train()
+"""
 LOCAL = [
     *("data.train_files=assets/train.parquet", "model.path=assets/model", "rollout.name=hf", "trainer.local=True"),
     *("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=2", "data.max_prompt_length=8"),
@@ -61,10 +91,10 @@ class Trial:
         """Run `verl` with these arguments."""
         return self.record(name, [*VERL, *arguments], **options)
 
-    def python(self, name: str, program: str) -> Session:
+    def python(self, name: str, program: str, *arguments: str) -> Session:
         """Run a program of the user."""
         (self.folder / f"{name}.py").write_text(program)
-        return self.record(name, [sys.executable, f"{name}.py"])
+        return self.record(name, [sys.executable, f"{name}.py", *arguments])
 
     def record(self, name: str, command: list[str], **options: object) -> Session:
         session = record(command, self.folder, log=self.results / f"{name}.txt", **options)  # type: ignore[arg-type]
@@ -156,6 +186,39 @@ def stores_scores_and_lists_failures(trial: Trial) -> bool:
     return session.code == 0 and [score.get("score") for score in scores] == [1.0, 0.0, None] and is_listed
 
 
+def imports_modules_next_to_a_reward_file(trial: Trial) -> bool:
+    (trial.folder / "mine").mkdir()
+    (trial.folder / "mine" / "helper.py").write_text("def grade(text):\n    return float(len(text))\n")
+    reward = "from helper import grade\n\ndef compute_score(solution_str, **_):\n    return grade(solution_str)\n"
+    (trial.folder / "mine" / "reward.py").write_text(reward)
+    where = "reward.custom_reward_function.path=mine/reward.py"
+    return trial.run("imports", "train", *LOCAL, where, "trainer.default_local_dir=imports").code == 0
+
+
+def refuses_a_template_that_hides_tools(trial: Trial) -> bool:
+    session = trial.python("hidden_tools", AGENTS, "tools")
+    said = ("the chat template of", "does not show the model its tools: price", "Use a model whose chat template has")
+    return session.code == 1 and all(text in " ".join(session.text.split()) for text in said)
+
+
+def ends_an_agent_whose_tokens_are_used_up(trial: Trial) -> bool:
+    session = trial.python("budget", AGENTS)
+    is_clean = "Traceback" not in session.text and "returned no score" not in session.text
+    return session.code == 0 and is_clean
+
+
+def advises_on_ranks_that_share_cores(trial: Trial) -> bool:
+    """Says so before it starts as many processes."""
+    ranks = (os.cpu_count() or 1) * 4
+    advice = f"{ranks} train ranks share its"
+    session = trial.run(
+        *("cores", "train", *LOCAL, "trainer.local=False", f"trainer.n_gpus_per_node={ranks}"),
+        *(f"data.train_batch_size={ranks}", f"actor.ppo_mini_batch_size={ranks}", "trainer.default_local_dir=cores"),
+        interrupt_after=advice,
+    )
+    return session.code == 130 and "set trainer.n_gpus_per_node=1" in session.text
+
+
 def saves_on_sigterm_to_the_group(trial: Trial) -> bool:
     command = ["timeout", "--signal=TERM", "90", *VERL, *SFT, "trainer.default_local_dir=sft"]
     session = trial.record("sigterm", command)
@@ -205,12 +268,16 @@ SHORT: tuple[Case, ...] = (
     says_that_nothing_is_saved,
     takes_run_folders_for_checkpoints,
     stores_scores_and_lists_failures,
+    imports_modules_next_to_a_reward_file,
+    refuses_a_template_that_hides_tools,
+    ends_an_agent_whose_tokens_are_used_up,
 )
 WITH_ENGINES: tuple[Case, ...] = (
     saves_on_sigterm_to_the_group,
     names_the_checkpoint_after_ctrl_c,
     shows_progress_and_a_fair_sample_in_the_demo,
     generates_from_a_run_with_progress,
+    advises_on_ranks_that_share_cores,
 )
 
 
