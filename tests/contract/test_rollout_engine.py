@@ -275,6 +275,19 @@ async def test_running_requests_go_on_with_new_weights_after_the_probe(
     model.load_state_dict(start)
 
 
+async def test_the_probe_does_not_wait_for_requests_that_wait_for_the_engine(
+    engine: RolloutEngine, model: PreTrainedModel
+) -> None:
+    if isinstance(engine, FakeRolloutEngine):
+        pytest.skip("the fake has no queue")
+    await sync(engine, model, 0)
+    waiting = [asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=24))) for _ in range(64)]
+    await sync(engine, model, 1)
+    await engine.compute_logprobs([PROMPT])
+    assert sum(task.done() for task in waiting) <= 32  # vLLM runs 16 at a time
+    await asyncio.gather(*waiting)
+
+
 async def test_log_probs_are_of_the_distribution_drawn_from(engine: RolloutEngine, model: PreTrainedModel) -> None:
     if isinstance(engine, FakeRolloutEngine):
         pytest.skip("the fake has no model")

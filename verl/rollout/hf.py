@@ -28,7 +28,8 @@ class HfEngine:
         self._lock = asyncio.Lock()
         self._version = -1
         self._new_weights: dict[str, Tensor] = {}
-        self._may_generate = asyncio.Event()  # not during a weight update: it would wait for all requests in the queue
+        self._is_updating = False
+        self._may_generate = asyncio.Event()  # else weight updates and probes would wait for all requests in the queue
         self._may_generate.set()
 
     async def start(self) -> None:
@@ -49,17 +50,23 @@ class HfEngine:
         while True:
             await self._may_generate.wait()
             async with self._lock:
-                if self._may_generate.is_set():  # else an update came first
+                if self._may_generate.is_set():  # else an update or a probe came first
                     return await asyncio.to_thread(self._generate, list(token_ids), sampling)
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         return [await self.generate(*request) for request in requests]
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        async with self._lock:
-            return [self._compute_logprobs(each) for each in sequences]
+        self._may_generate.clear()
+        try:
+            async with self._lock:
+                return [self._compute_logprobs(each) for each in sequences]
+        finally:
+            if not self._is_updating:
+                self._may_generate.set()
 
     async def start_weight_update(self) -> None:
+        self._is_updating = True
         self._may_generate.clear()
         self._new_weights = {}
 
@@ -76,6 +83,7 @@ class HfEngine:
             load_hf(self._model, weights.items())
             self._model.to(self._device)  # wakes it
             self._version = version
+        self._is_updating = False
         self._may_generate.set()
 
     async def sleep(self) -> None:
