@@ -132,7 +132,7 @@ async def test_what_a_process_that_dies_or_freezes_had_is_scored_again_and_it_co
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # where the processes find the fake model
     connect({"num_cpus": 1})
     try:
-        devices = DevicePool(1, "cpu", fix="")
+        devices = DevicePool.reserve(1, "cpu", fix="")
         settings = RewardModelSettings(FACTORY, "", batch=4, deadline_s=60)
         models = [RemoteRewardModel.spawn(devices, number, settings, device=0, share=0.5) for number in (0, 1)]
         await asyncio.gather(*(model.start() for model in models))

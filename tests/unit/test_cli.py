@@ -39,7 +39,9 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
 
 def test_an_unknown_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    known = "Commands: train, sft, demo, data, generate, eval, merge, config, audit, plan, migrate, env, completion."
+    known = (
+        "Commands: train, sft, demo, data, generate, eval, merge, config, audit, scale, plan, migrate, env, completion."
+    )
     assert capsys.readouterr().err == f"verl: unknown command 'trian'. Did you mean 'train'? {known}\n"
     assert main(["xyz"]) == 2
     assert capsys.readouterr().err == f"verl: unknown command 'xyz'. {known}\n"

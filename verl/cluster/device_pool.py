@@ -28,20 +28,32 @@ class DevicePool:
     Devices come in blocks of `width` adjacent ones; the devices of a block are on one node.
     """
 
-    def __init__(
-        self, count: int, device: str, *, fix: str, width: int = 1, timeout: Timeout = DEFAULT_TIMEOUTS.devices
-    ) -> None:
+    def __init__(self, count: int, device: str, *, width: int = 1) -> None:
+        """Ask for devices, also if the cluster does not have as many yet; see `reserve` and `is_reserved`."""
         self.count, self._width = count, width
         self.resource = "CPU" if device == "cpu" else "GPU"
-        require_resource(self.resource, count, fix)
         bundle = {self.resource: width} if device == "cpu" else {"GPU": width, "CPU": width}
         self._group: PlacementGroup = placement_group([bundle] * (count // width), strategy="PACK")
-        with track_call(f"reserve {count} x {self.resource}", target=CallTarget("cluster"), timeout=timeout):
-            ready, _ = ray.wait([self._group.ready()], timeout=timeout.seconds)
-        if not ready:
-            raise EngineError(
-                f"Timed out after {timeout.seconds:.0f} s waiting for {count} free {self.resource}s ({timeout}); {fix}"
-            )
+        self._ready = self._group.ready()
+
+    @classmethod
+    def reserve(
+        cls, count: int, device: str, *, fix: str, width: int = 1, timeout: Timeout = DEFAULT_TIMEOUTS.devices
+    ) -> DevicePool:
+        """Wait for devices; raise if the cluster does not have as many, or others use them for too long."""
+        resource = "CPU" if device == "cpu" else "GPU"
+        require_resource(resource, count, fix)
+        pool = cls(count, device, width=width)
+        with track_call(f"reserve {count} x {resource}", target=CallTarget("cluster"), timeout=timeout):
+            if not pool.is_reserved(timeout.seconds):
+                raise EngineError(
+                    f"Timed out after {timeout.seconds:.0f} s waiting for {count} free {resource}s ({timeout}); {fix}"
+                )
+        return pool
+
+    def is_reserved(self, wait_s: float = 0.0) -> bool:
+        """Return whether all devices are reserved, after waiting for them for at most `wait_s`."""
+        return bool(ray.wait([self._ready], timeout=wait_s)[0])
 
     def spawn(
         self,

@@ -17,6 +17,7 @@ COMMANDS = {
     "merge": "convert a checkpoint to a Hugging Face model and verify it",
     "config": "print all settings with their documentation",
     "audit": "prove from a run's folder that every prompt was trained once, in time",
+    "scale": "change the number of rollout engines of a run while it goes on",
     "plan": "estimate memory and time of a run, and propose settings with which it fits",
     "migrate": "turn a launch script or YAML of another setup into a command of verl",
     "env": "print versions and machine, for bug reports",
@@ -24,7 +25,7 @@ COMMANDS = {
 }
 """Name -> summary of every subcommand, in the order of `verl --help`."""
 
-MODULES = {"eval": "evaluate", "audit": "runs.audit"}
+MODULES = {"eval": "evaluate", "audit": "runs.audit", "scale": "runs.scale"}
 """Modules in `verl.commands` that are not named after their command."""
 
 SETTINGS_HELP = """\

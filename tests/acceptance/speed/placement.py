@@ -91,7 +91,7 @@ def configure(nodes: int, gpus: int, width: int, reward_width: int, *more: str) 
 async def place(config: Config) -> list[tuple[str, list[Device]]]:
     """Return the devices of every actor."""
     ranks, width = count_train_ranks(config), count_group_devices(config)
-    pool = DevicePool(ranks, "cuda", width=width, fix="add nodes")
+    pool = DevicePool.reserve(ranks, "cuda", width=width, fix="add nodes")
     policy = PolicyGroup.spawn(pool, ranks)
     accelerators = await policy.visible_devices()
     own = pool
@@ -99,7 +99,7 @@ async def place(config: Config) -> list[tuple[str, list[Device]]]:
         engines = place_engines(config, pool, "cuda", accelerators)
     else:
         own_width = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        own = DevicePool(count_rollout_devices(config), "cuda", width=own_width, fix="add nodes")
+        own = DevicePool.reserve(count_rollout_devices(config), "cuda", width=own_width, fix="add nodes")
         engines = place_engines(config, own, "cuda")
     models = place_reward_models(config, pool, "cuda", accelerators)
     try:

@@ -67,7 +67,7 @@ async def test_a_failing_start_closes_what_has_started_and_leaves_no_coroutine(m
         raise DataError("a row is wrong")
 
     monkeypatch.setattr(RunBuilder, "start_runtime", start_runtime)
-    monkeypatch.setattr(rl_builder, "place_engines", lambda *_: [Engine("engine", closed)])
+    monkeypatch.setattr(rl_builder.EnginePlacer, "spawn_first", lambda _: [Engine("engine", closed)])
     monkeypatch.setattr(rl_builder, "place_reward_models", lambda *_: [Engine("reward model", closed)])
     monkeypatch.setattr(rl_builder.PolicyGroup, "spawn", lambda *_, **__: Workers("train workers", closed))
     monkeypatch.setattr(rl_builder, "read_data", fails)

@@ -28,6 +28,7 @@ from verl.memory_plan.accelerators import find_device
 from verl.models.model_folder import require_config
 from verl.models.model_shape import ModelShape
 from verl.rewards.result import FailureTracker
+from verl.rollout.scaling import EngineScaler, read_status
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
@@ -35,7 +36,7 @@ from verl.tracking.throughput import Throughput
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.build.algorithm_settings import algorithm_settings
 from verl.trainer.build.data import RunData, read_data
-from verl.trainer.build.placement import place_engines, place_reward_models
+from verl.trainer.build.placement import EnginePlacer, place_reward_models
 from verl.trainer.build.preflight import check_determinism, check_engine_layout, memory_notes
 from verl.trainer.build.runtime import RunBuilder, device_hints
 from verl.trainer.build.worker_settings import (
@@ -115,10 +116,12 @@ class RLBuilder(RunBuilder[Config]):
         policy = self.spawn_train_workers(PolicyGroup)
         devices = [] if self.device == "cpu" else await policy.visible_devices()
         if self.config.actor_rollout_ref.hybrid_engine:
-            engines = place_engines(self.config, self.pool, self.device, devices)
+            placer = EnginePlacer(self.config, self.pool, self.device, devices)
         else:
-            engines = place_engines(self.config, await self.reserve_rollout_devices(), self.device)
+            placer = EnginePlacer(self.config, await self.reserve_rollout_devices(), self.device)
+        self._closing.callback(placer.close)
         shares_devices = frees_engine_memory(self.config, self.device)
+        engines = placer.spawn_first()
         supervisor = build_supervisor(self.config, engines, self.restarts, shares_devices=shares_devices)
         reward_models = place_reward_models(self.config, self.pool, self.device, devices)
         starting = self.start_engines(supervisor, reward_models)
@@ -145,7 +148,7 @@ class RLBuilder(RunBuilder[Config]):
             self.build_buffer(episodes, stream, schedule.total_steps - version),
             build_planner(self.config, policy.layout.data_size),
             policy,
-            self.build_weight_sync(policy, data, supervisor),
+            self.build_weight_sync(policy, data, supervisor, placer),
             episodes,
             self.build_evaluator(episodes, data),
             self.console,
@@ -237,13 +240,20 @@ class RLBuilder(RunBuilder[Config]):
         self._closing.push_async_callback(buffer.close)
         return buffer
 
-    def build_weight_sync(self, policy: PolicyGroup, data: RunData, supervisor: EngineSupervisor) -> WeightSync:
-        """Connect train workers and engines; from here on, lost engines are restarted and brought up to date."""
+    def build_weight_sync(
+        self, policy: PolicyGroup, data: RunData, supervisor: EngineSupervisor, placer: EnginePlacer
+    ) -> WeightSync:
+        """Connect train workers and engines; from here on, engines may join, leave, and be restarted when lost."""
         name = transport_name(self.config)
         transport = HostTransport() if name == "host" else DeviceTransport(name)
         weights = WeightSync(policy, supervisor, transport, self._build_probe(data))
         supervisor.start(weights.sync_one)
         self._closing.push_async_callback(supervisor.close)
+        folder = self.config.trainer.checkpoint_dir
+        before = (read_status(folder) if self.restarts.has_restarted else None) or {}
+        scaler = EngineScaler(supervisor, placer, folder, self.console.note, wanted=before.get("wanted"))
+        scaler.start()
+        self._closing.push_async_callback(scaler.close)
         return weights
 
     def build_evaluator(self, episodes: EpisodeClient, data: RunData) -> Evaluator | None:

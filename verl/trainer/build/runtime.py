@@ -160,7 +160,7 @@ class RunBuilder(Generic[C]):
         """Reserve devices of the cluster until the run ends; `setting` is what to lower if there are too few."""
         owned = f"{os.cpu_count()} cores here" if self.device == "cpu" else "its GPUs"
         fix, timeout = f"set {setting} to what a machine has: {owned}", timeouts(self.config).devices
-        pool = await asyncio.to_thread(DevicePool, count, self.device, width=width, fix=fix, timeout=timeout)
+        pool = await asyncio.to_thread(DevicePool.reserve, count, self.device, width=width, fix=fix, timeout=timeout)
         self._closing.callback(pool.close)
         return pool
 
