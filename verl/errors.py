@@ -19,6 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl.types import Completion
 
 
 def list_some(items: Collection[str], limit: int = 3, separator: str = "; ") -> str:
@@ -77,7 +81,12 @@ class EngineError(VerlError):
 
 
 class ProcessLostError(EngineError):
-    """The process behind a call died or does not reply. The call itself can be repeated elsewhere."""
+    """The process behind a call died or does not reply. The call itself can be repeated elsewhere.
+
+    `partial` is the `Completion` so far of a request to generate, which another engine can continue; None: nothing.
+    """
+
+    partial: Completion | None = None
 
 
 class WorkerTimeoutError(ProcessLostError):

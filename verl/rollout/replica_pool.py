@@ -7,14 +7,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from random import random
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-
 from verl.errors import CorruptEngineError, EngineError, ProcessLostError, WorkerTimeoutError
+from verl.rollout.completions import PartialResponse, check_completion
 from verl.rollout.engine import EngineView, ManagedEngine
 from verl.types import Completion, SamplingParams
 from verl.waiting import with_timeout
@@ -24,7 +23,6 @@ M = TypeVar("M", bound="ReplicaHandle")
 Request = tuple[Sequence[int], SamplingParams]
 
 SPILL = 8  # requests that the engine of a prompt may be ahead of the least loaded one
-ROUNDING = 1e-3  # log-probs may exceed 0 by so much
 MAX_LOSSES = 5  # a request that ran on so many lost replicas is the likely cause
 
 
@@ -38,19 +36,6 @@ class ReplicaHandle(Protocol):
 
 class PoisonRequestError(EngineError):
     """A request was running on several replicas when they were lost, and may be what crashes them."""
-
-
-def check_completion(completion: Completion, engine_id: int) -> Completion:
-    """Return the completion with its engine; raise `CorruptEngineError` for log-probs that no model can have."""
-    logprobs = completion.logprobs
-    wrong = logprobs[~(np.isfinite(logprobs) & (logprobs <= ROUNDING))]
-    if len(wrong) or len(logprobs) != len(completion.token_ids):
-        found = f"a log-prob of {wrong[0]:g}" if len(wrong) else f"{len(logprobs)} log-probs"
-        raise CorruptEngineError(
-            f"rollout engine {engine_id} is corrupt: it returned {found} in a response of "
-            f"{len(completion.token_ids)} tokens"
-        )
-    return replace(completion, engine=engine_id)
 
 
 @dataclass(eq=False)
@@ -276,14 +261,16 @@ class EnginePool(ReplicaPool[ManagedEngine]):
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingParams, turns: PromptAffinity | None = None
     ) -> Completion:
-        """Return one response; engines that are lost meanwhile are invisible to the caller."""
-
-        async def send(replica: Replica[ManagedEngine]) -> Completion:
-            return check_completion(await replica.handle.generate(token_ids, sampling), replica.id)
-
+        """Return one response; engines that are lost meanwhile are invisible to the caller, and what they had generated
+        is continued elsewhere."""
         is_first = turns is None or turns.replica_id is None
         with self._share_affinity(token_ids) if is_first else nullcontext(turns) as affinity:
             tokens = len(token_ids) + sampling.max_tokens
+            response = PartialResponse(token_ids, sampling)
+
+            async def send(replica: Replica[ManagedEngine]) -> Completion:
+                return await response.complete(replica.handle, replica.id)
+
             completion = await self._request(send, tokens, [token_ids], affinity=affinity)
         if turns is not None:
             turns.replica_id = completion.engine

@@ -45,7 +45,7 @@ from verl.rewards.judge.judge import read_verdict
 from verl.rewards.models.tokenization import build_encoder
 from verl.rewards.scorers import json_schema
 from verl.rewards.scorers import math as maths
-from verl.rollout.replica_pool import check_completion
+from verl.rollout.completions import check_completion
 from verl.sft.examples import conversation_example
 from verl.tracking.console import Console
 from verl.trainer.build.data import read_data

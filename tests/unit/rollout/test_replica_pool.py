@@ -1,14 +1,17 @@
 """The pool sends a request to the engine with the least to do, and once more elsewhere when that one is lost."""
 
 import asyncio
+import pickle
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from observed_pool import ObservedPool
 from simulated_clock import simulate
 
 from tests.fake_rollout_engine import FakeRolloutEngine
 from verl.errors import EngineError, ProcessLostError
+from verl.rollout.completions import PartialResponse
 from verl.rollout.engine import EngineView
 from verl.rollout.replica_pool import MAX_LOSSES, SPILL, Request
 from verl.rollout.supervisor import EngineState
@@ -430,3 +433,67 @@ async def test_without_engines_requests_and_batches_wait_for_one_that_joins() ->
     await pool.update(view(2, {1: engines[1]}))
     reply, batch = await waiting
     assert {reply.engine, *(each.engine for each in batch)} == {1}
+
+
+class Interrupted(Engine):
+    """Dies after `count` tokens of each response, and keeps what it has generated."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        whole = await super().generate(token_ids, sampling)
+        if not self.count:
+            return whole
+        self.is_up = False
+        error = ProcessLostError("killed")
+        logprobs, versions = whole.logprobs[: self.count], whole.versions[: self.count]
+        error.partial = Completion(whole.token_ids[: self.count], logprobs, versions, "abort")
+        self.count = 0
+        raise pickle.loads(pickle.dumps(error))  # it comes from another process
+
+
+@in_simulated_time
+async def test_another_engine_continues_what_a_lost_one_has_generated() -> None:
+    first, second = Interrupted(3), Interrupted(0)
+    second._version = 1
+    pool = ObservedPool(EngineView.of([first, second]))
+    while not first.requests:  # ties are broken at random
+        response = await pool.generate([1, 2], SamplingParams(max_tokens=10))
+    [asked] = first.requests
+    assert asked[1].max_tokens == 10
+    tokens, sampling = second.requests[-1]
+    assert (list(tokens), sampling.max_tokens) == ([1, 2, *response.token_ids[:3]], 7)
+    assert response.versions.tolist() == [-1] * 3 + [1] * 7
+    assert (len(response.token_ids), len(response.logprobs), response.finish_reason) == (10, 10, "length")
+
+
+@in_simulated_time
+async def test_a_response_with_a_seed_starts_again() -> None:
+    first, second = Interrupted(3), Interrupted(0)
+    pool = ObservedPool(EngineView.of([first, second]))
+    while not first.requests:
+        response = await pool.generate([1, 2], SamplingParams(max_tokens=10, seed=7))
+    assert second.requests[-1] == ([1, 2], SamplingParams(max_tokens=10, seed=7))
+    assert response.token_ids == (await FakeRolloutEngine().generate([1, 2], SamplingParams(10, seed=7))).token_ids
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason"), [(SamplingParams(3), "length"), (SamplingParams(9, stop_token_ids=(0,)), "stop")]
+)
+def test_a_response_of_which_only_the_end_was_lost_is_not_continued(sampling: SamplingParams, reason: str) -> None:
+    class Dying(Engine):
+        async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+            error, numbers = ProcessLostError("killed"), np.zeros(3, np.float32)
+            error.partial = Completion([5, 4, 0], numbers, numbers.astype(np.int32), "abort")
+            raise error
+
+    async def run() -> Completion:
+        response = PartialResponse([1], sampling)
+        with pytest.raises(ProcessLostError):
+            await response.complete(Dying(), 0)
+        return await response.complete(Dying(), 1)
+
+    response = asyncio.run(run())
+    assert (response.token_ids, response.finish_reason) == ([5, 4, 0], reason)
