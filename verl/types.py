@@ -40,7 +40,8 @@ class Prompt:
 class SamplingParams:
     """How one response is sampled. `temperature=0` is greedy; a `seed` makes it reproducible.
 
-    Generation ends after any of `stop_token_ids`, which is part of the response.
+    Generation ends after any of `stop_token_ids`, which is part of the response. With `keep_sampling_mask`, which needs
+    a `top_k`, the completion has `kept_ids`.
     """
 
     max_tokens: int
@@ -49,6 +50,7 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    keep_sampling_mask: bool = False
 
     @staticmethod
     def make_seed(seed: int, split: str, group: int, index: int) -> int:
@@ -67,7 +69,9 @@ class Completion:
 
     `finish_reason` is "stop" (the model ended its response; the end token is included) or "length". `routed_experts`,
     if requested, are the experts [tokens, layers, k] of the prompt and the new tokens, except the last: it has not been
-    an input yet. `engine` is the index of the rollout engine that generated it, -1 if unknown.
+    an input yet. `engine` is the index of the rollout engine that generated it, -1 if unknown. `kept_ids`, if
+    requested, are the tokens [tokens, K] among which each new token was drawn: the new token first, then the `top_k`
+    most likely ones, in place of those that were dropped the new token again. `logprobs` are normalized over them.
     """
 
     token_ids: list[int]
@@ -76,13 +80,14 @@ class Completion:
     finish_reason: str
     routed_experts: npt.NDArray[np.integer] | None = None
     engine: int = -1
+    kept_ids: npt.NDArray[np.int32] | None = None
 
     def __eq__(self, other: object) -> bool:
         import numpy as np
 
         if not isinstance(other, Completion):
             return NotImplemented
-        names = ("token_ids", "logprobs", "versions", "finish_reason", "routed_experts", "engine")
+        names = ("token_ids", "logprobs", "versions", "finish_reason", "routed_experts", "engine", "kept_ids")
         return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in names)
 
 
@@ -136,7 +141,7 @@ class Sample:
     branches that contain a token, and `turn_rewards` has at position 0 what was earned before the branch began.
     `episode_tokens` are the generated tokens of the whole episode, each counted once; 0: those of the sample.
     `turns` are, for each turn of the branch, the position of its last token, its index in the episode, its own reward,
-    and the state that it began in; empty: one turn.
+    and the state that it began in; empty: one turn. `kept_ids` are those of the generated tokens: [mask.sum(), K].
 
     >>> sample = Sample(
     ...     group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool), score=1.0,
@@ -162,6 +167,7 @@ class Sample:
     shares: npt.NDArray[np.float32] | None = None
     episode_tokens: int = 0
     index: int = 0
+    kept_ids: npt.NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)  # without slots, which are slow to pickle

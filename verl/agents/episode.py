@@ -136,7 +136,7 @@ class EpisodeRunner:
         """
         samplings = [replace(sampling, seed=seed) for seed in seeds]
         if greedy_baseline:
-            samplings.append(replace(sampling, temperature=0.0, seed=None))
+            samplings.append(replace(sampling, temperature=0.0, seed=None, keep_sampling_mask=False))
         slots = [nullcontext(self._start_episode()) if batcher is None else batcher.slot() for _ in samplings]
         episodes = await asyncio.gather(
             *(

@@ -171,12 +171,14 @@ def _lay_turns(leaf: Turn) -> dict[str, Any]:
             known = routed[:0] if experts is None else experts
             # Tokens of earlier turns keep the experts that they were generated with.
             experts = np.concatenate([known, routed[len(known) :]])
+    kept = [ids for turn in path if (ids := turn.completion.kept_ids) is not None]
     return {
         "tokens": np.array(leaf.get_tokens(), np.int32),
         "mask": mask,
         "logprobs": logprobs,
         "versions": versions,
         "routed_experts": experts,
+        "kept_ids": np.concatenate(kept) if kept else None,
     }
 
 

@@ -121,18 +121,23 @@ def syncs_adapter_only(config: Config) -> bool:
     return rank > 0 and (rollout.lora_transport == "adapter" or (rollout.lora_transport == "auto" and is_possible))
 
 
+def has_truncated_engine(config: Config) -> bool:
+    """Whether only the engine's log-probs are those of a distribution that `top_p` or `top_k` truncates."""
+    rollout = config.actor_rollout_ref.rollout
+    return (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.keep_sampling_mask
+
+
 def get_importance_weights(config: Config) -> str | None:
     """Return the kind of importance weights; None: no weights.
 
     With "auto" tokens have weights if they may be older than the weights that they train, unless another correction is
     chosen, or log-probs of the engine are those of a truncated distribution.
     """
-    correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
+    correction = config.algorithm.rollout_correction
     if correction.rollout_is != "auto":
         return correction.rollout_is
-    is_truncated = rollout.top_p < 1 or rollout.top_k > 0
     is_corrected = correction.rollout_rs or correction.has_ratio_to_engine
-    return "token" if config.trainer.max_staleness > 0 and not (is_truncated or is_corrected) else None
+    return "token" if config.trainer.max_staleness > 0 and not (has_truncated_engine(config) or is_corrected) else None
 
 
 def uses_preferences(config: Config) -> bool:

@@ -34,6 +34,7 @@ class RolloutCapabilities:
         device_transports: Values of `weight_transport` besides host memory, for which the engine has a weight sender.
         max_lora_rank: The largest rank of an adapter that is loaded without its base model; 0: full models only.
         returns_routed_experts: Responses of an MoE come with the experts of every token.
+        returns_sampling_mask: Responses that were sampled with `keep_sampling_mask` come with `kept_ids`.
         has_truncated_logprobs: With `top_p` or `top_k`, log-probs belong to the truncated distribution, from which the
             token was drawn; else to the full distribution at the same temperature.
         continues_requests: Requests that run during a weight update go on with the new weights; else the update waits.
@@ -46,6 +47,7 @@ class RolloutCapabilities:
     device_transports: tuple[str, ...] = ()
     max_lora_rank: int = 0
     returns_routed_experts: bool = False
+    returns_sampling_mask: bool = False
     has_truncated_logprobs: bool = True
     continues_requests: bool = False
     selects_device: bool = False
@@ -130,6 +132,7 @@ register_rollout_engine(
             device_transports=("nccl", "ipc"),
             max_lora_rank=512,  # the last of `LORA_RANKS`
             returns_routed_experts=True,
+            returns_sampling_mask=True,
             continues_requests=True,
         ),
         weight_sender="verl.rollout.vllm.sender:VllmSender",
@@ -143,7 +146,9 @@ register_rollout_engine(
         name="hf",
         title="transformers",
         engine="verl.rollout.hf:HfEngine",
-        capabilities=RolloutCapabilities(deterministic_devices=("cpu",), selects_device=True),
+        capabilities=RolloutCapabilities(
+            deterministic_devices=("cpu",), selects_device=True, returns_sampling_mask=True
+        ),
         reward_model="verl.rewards.models.hf:HfRewardModel",
     )
 )

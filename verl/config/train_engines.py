@@ -27,6 +27,7 @@ Capability = Literal[
     "expert_parallel",  # experts of an MoE model distributed over ranks
     "replicas",  # several copies of the model, each sharded over some of the ranks (HSDP)
     "routing",  # replay and load balancing of the routers of an MoE model
+    "sampling_mask",  # log-probs, entropies and KLs over the `kept_ids` of a batch
     "shared_prompts",  # prompts computed once for their responses
     "offload",  # weights, or optimizer state, in host memory while they are not used
     "bfloat16_weights",  # master weights in bfloat16; float32 is always supported

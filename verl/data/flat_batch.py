@@ -37,6 +37,7 @@ class FlatBatch:
     weights: Tensor | None = None  # [T] float32, importance weights of rollout correction
     selected: Tensor | None = None  # [T] bool: tokens that the prepass of a loss has selected
     routed_experts: Tensor | None = None  # [T, layers, k] int16: experts of an MoE; -1 if unknown
+    kept_ids: Tensor | None = None  # [T, K] int32: tokens that sampling kept, some repeated; -1 if not generated
     teacher_logprobs: Tensor | None = None  # [T] float32, under the teacher
     turn_rewards: Tensor | None = None  # [T] float32: the reward of a turn, on its last token
     shares: Tensor | None = None  # [T] float32: 1 / branches of the episode that contain the token; None: one each
@@ -89,6 +90,7 @@ class FlatBatch:
             mask=lay((sample.mask for sample in samples), np.bool_),
             rollout_logprobs=lay((sample.logprobs for sample in samples), np.float32),
             routed_experts=_lay_experts(samples),
+            kept_ids=_lay_kept_ids(samples),
             turn_rewards=_lay_turn_rewards(samples),
             **(_lay_branches(samples) if has_branches else {}),
             for_teacher=None
@@ -183,3 +185,14 @@ def _lay_experts(samples: Sequence[Sample]) -> Tensor | None:
             experts[start : start + len(sample.routed_experts)] = sample.routed_experts
         start += len(sample.tokens)
     return torch.from_numpy(experts)
+
+
+def _lay_kept_ids(samples: Sequence[Sample]) -> Tensor | None:
+    """Put the ids that sampling kept at the generated tokens; None if no sample has any."""
+    known = [sample.kept_ids for sample in samples if sample.kept_ids is not None]
+    if not known:
+        return None
+    mask = np.concatenate([sample.mask for sample in samples])
+    kept = np.full((len(mask), known[0].shape[1]), -1, np.int32)
+    kept[mask] = np.concatenate(known)
+    return torch.from_numpy(kept)

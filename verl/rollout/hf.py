@@ -112,23 +112,30 @@ class HfEngine:
         step = torch.tensor([token_ids], device=self._device)
         tokens: list[int] = []
         logprobs: list[float] = []
+        kept_ids: list[list[int]] = []
         cache, finish_reason = None, "length"
         while len(tokens) < sampling.max_tokens and finish_reason != "stop":
             output = self._model(step, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            token, logprob = _draw(output.logits[0, -1].float(), sampling, random)
+            token, logprob, kept = _draw(output.logits[0, -1].float(), sampling, random)
             tokens.append(token)
             logprobs.append(logprob)
+            kept_ids.append(kept)
             step = torch.tensor([[token]], device=self._device)
             finish_reason = "stop" if token in sampling.stop_token_ids else "length"
         versions = np.full(len(tokens), self._version, np.int32)
-        return Completion(tokens, np.array(logprobs, np.float32), versions, finish_reason)
+        mask = np.array(kept_ids, np.int32) if sampling.keep_sampling_mask else None
+        return Completion(tokens, np.array(logprobs, np.float32), versions, finish_reason, kept_ids=mask)
 
 
-def _draw(logits: Tensor, sampling: SamplingParams, random: torch.Generator) -> tuple[int, float]:
-    """Draw one token; return the token and its log-prob in the distribution that it was drawn from."""
+def _draw(logits: Tensor, sampling: SamplingParams, random: torch.Generator) -> tuple[int, float, list[int]]:
+    """Draw one token; return the token, its log-prob in the distribution that it was drawn from, and its `kept_ids`.
+
+    Tokens beyond `top_k` that are as likely as the last of them are also drawn from, but not part of `kept_ids`.
+    """
     if sampling.temperature == 0:
-        return int(logits.argmax()), 0.0
+        token = int(logits.argmax())
+        return token, 0.0, [token]
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
@@ -138,4 +145,9 @@ def _draw(logits: Tensor, sampling: SamplingParams, random: torch.Generator) -> 
         beyond = probs.cumsum(-1) - probs >= sampling.top_p
         logits = logits.index_fill(0, order[beyond], -torch.inf)
     token = int(torch.multinomial(logits.softmax(-1), 1, generator=random))
-    return token, float(logits.log_softmax(-1)[token])
+    if not sampling.keep_sampling_mask:
+        return token, float(logits.log_softmax(-1)[token]), []
+    likely = logits.topk(min(sampling.top_k, logits.numel()))
+    kept = [token, *likely.indices.where(likely.values.isfinite(), token).tolist()]
+    normalizer = logits[sorted(set(kept))].logsumexp(-1)
+    return token, float(logits[token] - normalizer), kept

@@ -183,6 +183,13 @@ def _sampling_params(config: Config, stop_token_ids: tuple[int, ...]) -> dict[st
     train, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
     val_temperature = 0.0 if val.do_sample is False else val.temperature
     return {
-        split: SamplingParams(config.data.max_response_length, temperature, each.top_p, each.top_k, stop_token_ids)
+        split: SamplingParams(
+            config.data.max_response_length,
+            temperature,
+            each.top_p,
+            each.top_k,
+            stop_token_ids,
+            keep_sampling_mask=split == "train" and train.keep_sampling_mask,
+        )
         for split, each, temperature in (("train", train, train.temperature), ("val", val, val_temperature))
     }

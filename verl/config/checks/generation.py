@@ -7,13 +7,14 @@ from math import inf
 
 from verl.config.batch_sizes import count_engine_devices, count_rollout_devices
 from verl.config.checks.conflict import Conflict
-from verl.config.features import get_importance_weights, get_quantization, may_score_code
+from verl.config.features import get_importance_weights, get_quantization, has_truncated_engine, may_score_code
 from verl.config.paths import is_overridden
 from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema import Config
 from verl.config.schema.conditions import ROLLOUT
 
-_VAL = f"{ROLLOUT}.val_kwargs"
+_VAL, _MASK = f"{ROLLOUT}.val_kwargs", f"{ROLLOUT}.keep_sampling_mask"
+_MAX_KEPT = 256  # each of them takes 4 bytes for every token of a batch
 
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
@@ -49,6 +50,22 @@ def find_training_conflicts(config: Config) -> Iterator[Conflict]:
     if reward_model.enable and reward_model.model_path is None:
         fix = "set reward.reward_model.model_path=my-org/reward-model"
         yield Conflict("reward.reward_model.enable", "true requires a model", fix)
+    if rollout.keep_sampling_mask:
+        yield from _check_sampling_mask(config)
+
+
+def _check_sampling_mask(config: Config) -> Iterator[Conflict]:
+    """Check that the engine returns the tokens that sampling kept, not too many of them, and that they suffice."""
+    rollout = config.actor_rollout_ref.rollout
+    if not 0 < rollout.top_k <= _MAX_KEPT:
+        reason = f"true requires {ROLLOUT}.top_k, which limits how many tokens are kept, from 1 to {_MAX_KEPT}"
+        yield Conflict(_MASK, f"{reason}, not {rollout.top_k}", f"set {ROLLOUT}.top_k=64, or {_MASK}=false")
+    if not get_rollout_engine(rollout.name).capabilities.returns_sampling_mask:
+        reason = f"true requires an engine that returns the kept tokens, but {ROLLOUT}.name={rollout.name} does not"
+        yield Conflict(_MASK, reason, "=false")
+    if config.distillation.enable:
+        reason = "true hides from distillation.enable=true what the teacher says about tokens that were not kept"
+        yield Conflict(_MASK, reason, "=false")
 
 
 def find_hints(config: Config) -> Iterator[Conflict]:
@@ -71,12 +88,12 @@ def find_training_hints(config: Config) -> Iterator[Conflict]:
         )
     is_truncated = get_rollout_engine(rollout.name).capabilities.has_truncated_logprobs
     for name, cut, full in (("top_p", rollout.top_p < 1, "1.0"), ("top_k", rollout.top_k > 0, "-1")):
-        if cut and is_truncated:
+        if cut and is_truncated and has_truncated_engine(config):
             yield Conflict(
                 f"{ROLLOUT}.{name}",
                 f"with {getattr(rollout, name)} the engine's log-probs are those of the truncated distribution and the "
                 "trainer's those of the full one, so training/rollout_probs_diff_mean is large by construction",
-                f"to compare them, set {ROLLOUT}.{name}={full}",
+                f"to compare them, set {ROLLOUT}.{name}={full}, or {_MASK}=true with a top_k of at most {_MAX_KEPT}",
             )
     is_corrected = get_importance_weights(config) or correction.rollout_rs or correction.bypass_mode
     if get_quantization(config) and not is_corrected:

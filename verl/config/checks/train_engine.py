@@ -10,7 +10,7 @@ from verl.config.checks.conflict import Conflict
 from verl.config.features import TrainedModel, list_trained_models
 from verl.config.paths import format_value, get_value
 from verl.config.schema import Config, SftConfig
-from verl.config.schema.conditions import ACTOR
+from verl.config.schema.conditions import ACTOR, ROLLOUT
 from verl.config.train_engines import Capability, get_train_engine, list_train_engines
 
 
@@ -47,6 +47,7 @@ _POLICY_NEEDS = (
     _Need("squared_probs", "algorithm.adv_estimator", "grpo", ("optimal_token_baseline", "tir_optimal_token_baseline")),
     _Need("routing", f"{ACTOR}.router_replay.mode", "disabled"),
     _Need("routing", f"{ACTOR}.router_aux_loss_coef", 0.0),
+    _Need("sampling_mask", f"{ROLLOUT}.keep_sampling_mask", False),
     _Need("shared_prompts", f"{ACTOR}.use_prefix_grouper", False),
 )
 

@@ -116,6 +116,8 @@ class RolloutConfig(Section):
     """Nucleus sampling."""
     top_k: int = setting(-1, ge=-1)
     """Sample from the k most likely tokens; -1: from all."""
+    keep_sampling_mask: bool = setting(False)
+    """Train with log-probs over the tokens that top_k and top_p kept; needs a top_k."""
     val_kwargs: ValidationSampling = section(ValidationSampling, "Sampling in validation.")
     num_engines: Count | None = setting(None, unit="engines")
     """Rollout engines; null: all devices / devices per engine."""

@@ -32,6 +32,7 @@ _SETTINGS = {
     **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), f"{ACTOR}.peft.lora_rank"),
     "seed": "trainer.seed",
     "enable_return_routed_experts": _REPLAY,
+    "return_sampling_mask": f"{ROLLOUT}.keep_sampling_mask",
 }
 """Engine arguments that have a setting of their own, which is validated."""
 
@@ -61,6 +62,10 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
     yield from _check_arguments(arguments, is_installed=rollout.python is None)
     if config.trainer.deterministic and config.trainer.device == "cuda":
         yield from _check_attention(arguments)
+    for name in ("max_logprobs", "speculative_config"):  # vLLM must return top_k log-probs of what it samples from
+        if rollout.keep_sampling_mask and name in arguments:
+            reason = f"is not supported with {ROLLOUT}.keep_sampling_mask=true"
+            yield Conflict(f"{_KEY}.{name}", reason, f"remove it, or set {ROLLOUT}.keep_sampling_mask=false")
     mode = config.actor_rollout_ref.actor.router_replay.mode
     if mode == "R3" and arguments.get("enable_prefix_caching") is False:
         reason = "vLLM returns experts only with prefix caching"

@@ -63,7 +63,7 @@ class VllmEngine:
         with map_engine_errors():
             queue = await self._add(token_ids, _sampling(sampling))
             await self._resume()
-            return self._completion(await self._result(queue))
+            return self._completion(await self._result(queue), sampling)
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         """Enqueue under a pause and with empty caches: vLLM then schedules the same batches each time."""
@@ -76,7 +76,10 @@ class VllmEngine:
                     for token_ids, sampling in requests:
                         queues.append(await self._add(token_ids, _sampling(sampling)))
                     await self._call(self._llm.resume_generation())
-                    return [self._completion(await self._result(queue)) for queue in queues]
+                    return [
+                        self._completion(await self._result(queue), sampling)
+                        for queue, (_, sampling) in zip(queues, requests, strict=True)
+                    ]
                 except asyncio.CancelledError:
                     await self._llm.abort([queue.request_id for queue in queues], internal=True)
                     await self._llm.resume_generation()
@@ -211,12 +214,14 @@ class VllmEngine:
     async def _add(self, token_ids: Sequence[int], params: Any, priority: int = 0) -> RequestOutputCollector:
         from vllm.inputs import TokensPrompt
 
+        if params.logprobs:  # vLLM would die of more than there are
+            params.logprobs = min(params.logprobs, self._llm.model_config.get_vocab_size())
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
         name = str(next(self._requests))
         return await self._llm.add_request(name, prompt, params, lora_request=self._adapter, priority=priority)
 
-    def _completion(self, final: Any) -> Completion:
-        completion = _completion(final)
+    def _completion(self, final: Any, sampling: SamplingParams) -> Completion:
+        completion = _completion(final, keep_sampling_mask=sampling.keep_sampling_mask)
         if self.settings.routed_experts:  # without them, the trainer would use its own unnoticed
             inputs = len(final.prompt_token_ids) + len(completion.token_ids) - 1
             rows = 0 if completion.routed_experts is None else len(completion.routed_experts)
@@ -257,7 +262,7 @@ def _sampling(sampling: SamplingParams, *, prompt_logprobs: int | None = None) -
         top_k=sampling.top_k,
         seed=sampling.seed,
         stop_token_ids=list(sampling.stop_token_ids),
-        logprobs=0,
+        logprobs=sampling.top_k if sampling.keep_sampling_mask else 0,
         prompt_logprobs=prompt_logprobs,
         flat_logprobs=True,  # lists of numbers instead of an object for every token
         detokenize=False,
@@ -265,7 +270,7 @@ def _sampling(sampling: SamplingParams, *, prompt_logprobs: int | None = None) -
     )
 
 
-def _completion(final: Any) -> Completion:
+def _completion(final: Any, *, keep_sampling_mask: bool = False) -> Completion:
     output = final.outputs[0]
     if output.finish_reason not in ("stop", "length"):
         raise EngineError(f"vLLM ended a request with {output.finish_reason!r} instead of 'stop' or 'length'")
@@ -275,8 +280,12 @@ def _completion(final: Any) -> Completion:
     versions = np.repeat(numbers, [span.end - span.start for span in spans] or 0)
     if len(versions) != len(tokens):
         raise EngineError(f"vLLM reported weight versions for {len(versions)} of {len(tokens)} tokens")
-    logprobs = read_logprobs(output.logprobs, tokens)
-    return Completion(tokens, logprobs, versions, output.finish_reason, output.routed_experts)
+    kept = None
+    if keep_sampling_mask and tokens:
+        logprobs, kept = read_kept(output.logprobs, tokens)
+    else:
+        logprobs = read_logprobs(output.logprobs, tokens)
+    return Completion(tokens, logprobs, versions, output.finish_reason, output.routed_experts, kept_ids=kept)
 
 
 def read_logprobs(flat: FlatLogprobs, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -286,6 +295,26 @@ def read_logprobs(flat: FlatLogprobs, tokens: Sequence[int]) -> npt.NDArray[np.f
             f"vLLM returned log-probs of {len(flat.token_ids)} tokens instead of the {len(tokens)} requested ones"
         )
     return np.array(flat.logprobs, np.float32)
+
+
+def read_kept(flat: FlatLogprobs, tokens: Sequence[int]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+    """Return the log-probs of `tokens`, and the `kept_ids` over which they are normalized.
+
+    vLLM returns each token and the `top_k` most likely ones; the log-probs of those that `top_p` has dropped are -inf.
+    It also samples from tokens beyond `top_k` that are as likely as the last of them, and does not return those.
+    """
+    width = len(flat.token_ids) // len(tokens)
+    if width < 2 or flat.token_ids[::width] != list(tokens):
+        raise EngineError(
+            f"vLLM returned {len(flat.token_ids)} log-probs, not as many for each of {len(tokens)} tokens"
+        )
+    ids = np.array(flat.token_ids, np.int32).reshape(-1, width)
+    logprobs = np.array(flat.logprobs, np.float32).reshape(-1, width)
+    is_kept = np.isfinite(logprobs)
+    ids = np.where(is_kept, ids, ids[:, :1])
+    is_kept[:, 1:] &= ids[:, 1:] != ids[:, :1]  # count the token once
+    normalizer = np.log(np.where(is_kept, np.exp(logprobs), 0.0).sum(-1))
+    return logprobs[:, 0] - normalizer, ids
 
 
 async def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> AsyncLLM:
@@ -340,6 +369,8 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings.adapter.max_rank}
     if settings.sleeps and settings.device != "cpu":  # vLLM's CPU worker takes the calls, and frees nothing
         arguments["enable_sleep_mode"] = True
+    if settings.max_logprobs is not None:
+        arguments["max_logprobs"] = settings.max_logprobs
     if settings.fp32_lm_head:
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     if settings.routed_experts and settings.device == "cpu":

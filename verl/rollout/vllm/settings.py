@@ -58,6 +58,7 @@ class VllmSettings(RolloutEngineSettings):
     weight_backend: str = "host"
     adapter: AdapterSettings | None = None  # the engine loads the model, and receives adapters instead of weights
     routed_experts: bool = False  # return the experts of every token
+    max_logprobs: int | None = None  # log-probs of a token that a request may ask for; None: vLLM's default
     fp32_lm_head: bool = False  # compute logits in float32
     sleeps: bool = False  # the device is shared with a trainer: see `sleep`
     seed: int = 0
@@ -82,6 +83,7 @@ class VllmSettings(RolloutEngineSettings):
             weight_backend=transport_name(config),
             adapter=adapter,
             routed_experts=config.actor_rollout_ref.actor.router_replay.mode == "R3",
+            max_logprobs=rollout.top_k if rollout.keep_sampling_mask else None,
             fp32_lm_head=model.fp32_lm_head,
             sleeps=frees_engine_memory(config, device),
             seed=hash_seed(config.trainer.seed, "engine", index),

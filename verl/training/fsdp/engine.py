@@ -308,6 +308,8 @@ class FsdpEngine(TrainEngine[Any]):
         if self._routing is not None:
             scale = self.world_size * self._scaler.scale
             self._routing.begin(batch.routed_experts, batch.num_tokens, scale, shared)
+        if batch.kept_ids is not None and isinstance(self.model, PackedCausalLM):  # a critic has no such option
+            options["kept_ids"] = batch.kept_ids
         return self.model(batch.tokens, batch.positions, batch.mask, lengths, temperature, shared, **options)
 
     def _backward(

@@ -126,18 +126,21 @@ class PackedCausalLM(PackedModel):
         teacher: LastLayer | None = None,
         with_squares: bool = False,
         return_hidden: bool = False,
+        kept_ids: Tensor | None = None,
     ) -> ModelOutput | LastLayer:
         """Return log-probs and entropies [T] where mask [T] is True, 0 elsewhere.
 
         With a `reference` or a `teacher`, also return the KL to it; `with_squares`, also the sums of squared
         probabilities. With `return_hidden`, return the last layer instead, which can be the `reference` or `teacher` of
-        another model.
+        another model. With `kept_ids` [T, K], all of these are over the kept tokens of each position only.
         """
         targets = self.find_targets(mask, shared)
         # A token is predicted from the previous token of its sequence.
         previous = self.hidden_states(tokens, positions, lengths, shared, at=targets - 1)
         head = self.hf.get_output_embeddings()
         layer = LastLayer(previous, head.weight, getattr(head, "bias", None), self.scale, self.softcap)
+        if kept_ids is not None:
+            layer = layer._replace(kept=kept_ids[targets].long())
         if self.fp32_head:
             layer = layer.to(torch.float32)
         if return_hidden:

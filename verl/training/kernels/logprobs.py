@@ -20,6 +20,8 @@ CHUNK_ELEMENTS = 1 << 24
 """Default number of logits per chunk on the CPU: 64 MiB in float32."""
 CHUNK_POSITIONS = 1024
 """Default number of positions per chunk on accelerators, for which 110 (the above at 152k tokens) are too few."""
+DROPPED = -1e15
+"""Logit of a token that sampling dropped: its probability is 0, and products with it stay finite, unlike with -inf."""
 
 
 class LastLayer(NamedTuple):
@@ -28,6 +30,9 @@ class LastLayer(NamedTuple):
     The logits [N, V] are `softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature`. In a KL to this
     layer, log-probs below `floor` count as `floor`; with `is_forward` it is the KL from this layer, over the `topk`
     tokens to which it gives the highest probabilities (None: all).
+
+    With `kept [N, K]`, a position has only these tokens, of which some may be repeated: the logits of all others are
+    `DROPPED`.
     """
 
     hidden: Tensor
@@ -38,13 +43,14 @@ class LastLayer(NamedTuple):
     floor: float | None = None
     is_forward: bool = False
     topk: int | None = None
+    kept: Tensor | None = None
 
     def chunks(self, chunk: int | None) -> Iterator[tuple[slice, LastLayer]]:
         """Split the positions into chunks of `chunk`, or of a default for the device."""
         chunk = chunk or default_chunk(self.hidden.device.type, len(self.weight))
         for start in range(0, len(self.hidden), chunk):
             rows = slice(start, start + chunk)
-            yield rows, self._replace(hidden=self.hidden[rows])
+            yield rows, self._replace(hidden=self.hidden[rows], kept=None if self.kept is None else self.kept[rows])
 
     def to(self, dtype: torch.dtype) -> LastLayer:
         """Return the same layer that computes its logits in `dtype`; gradients keep the dtype of its tensors."""
@@ -66,6 +72,9 @@ class LastLayer(NamedTuple):
             logits.mul_(scale / softcap).tanh_().mul_(softcap / temperature)
         elif scale != temperature:
             logits.mul_(scale / temperature)
+        if self.kept is not None:
+            values = logits.gather(-1, self.kept)
+            logits.fill_(DROPPED).scatter_(-1, self.kept, values)
         return logits
 
     def logprobs(self, temperature: float) -> Tensor:
@@ -226,7 +235,7 @@ class _TokenLogprobs(torch.autograd.Function):
             for output, values in zip(outputs, results, strict=True):
                 output[rows] = values
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.settings = layer.scale, layer.softcap, temperature, chunk, kernels
+        ctx.settings = layer.scale, layer.softcap, layer.kept, temperature, chunk, kernels
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*squares)
         return logprobs, entropy, *squares
@@ -234,11 +243,11 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        scale, softcap, temperature, chunk, kernels = ctx.settings
+        scale, softcap, kept, temperature, chunk, kernels = ctx.settings
         grads = grads[:2]
         if all(grad is None for grad in grads):
             return (None,) * 9
-        layer = LastLayer(hidden, weight, bias, scale, softcap)
+        layer = LastLayer(hidden, weight, bias, scale, softcap, kept=kept)
         gradients = _Gradients(ctx, layer, normalizer.dtype)
         for rows, part in layer.chunks(chunk):
             upstream = [None if grad is None else grad[rows] for grad in grads]

@@ -35,6 +35,7 @@ class PrimeRewardModel:
         A model that has not seen these samples would reward their tokens almost at random at first, and the rewards
         are normalized whatever their size: the policy would unlearn.
         """
+        batch = batch.with_(kept_ids=None)  # rewards are log-ratios of the whole vocabulary
         ref = compute_logprobs(self._reference, batch, plan.forward)
         outcomes = torch.from_numpy(plan.scores).clamp(0.0, 1.0).float()[batch.segment_ids]
         batch = batch.with_(old_logprobs=ref, advantages=outcomes)
