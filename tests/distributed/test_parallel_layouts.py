@@ -40,6 +40,7 @@ CASES = {
     "adamw": ("model", LAYOUTS, {}),
     "muon": ("model", TWO, {"optimizer": "muon"}),
     "lora": ("model", TWO, {"lora": LoraSettings(4)}),
+    "sampling mask": ("model", TWO, {}),
     "mixture": ("mixture", EXPERTS, {"router_replay": True}),
     "mixture, muon": ("mixture", EXPERTS, {"optimizer": "muon"}),
 }
@@ -58,7 +59,7 @@ def pairs(layouts):
     return zip(names, [*names[1:], names[0]], strict=True)
 
 
-def mini_batch():
+def mini_batch(case):
     generator = torch.Generator().manual_seed(1)
     lengths = [5, 9, 9, 3, 12, 4, 7]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -68,7 +69,11 @@ def mini_batch():
     mask[offsets[3] : offsets[4]] = False
     noise = [torch.randn(total, generator=generator) for _ in range(3)]
     tokens = torch.randint(64, (total,), generator=generator)
-    return FlatBatch(tokens, offsets, mask, None, -4 + 0.3 * noise[0], -4 + 0.3 * noise[1], noise[2])
+    batch = FlatBatch(tokens, offsets, mask, None, -4 + 0.3 * noise[0], -4 + 0.3 * noise[1], noise[2])
+    if case != "sampling mask":
+        return batch
+    others = torch.randint(64, (total, 5), generator=generator)
+    return batch.with_(kept_ids=torch.cat([tokens[:, None], others], 1).int())
 
 
 def engine(root, case, layout):
@@ -77,10 +82,10 @@ def engine(root, case, layout):
     return FsdpEngine(FsdpSettings(str(root / model), **options))
 
 
-def train(engine, updates):
+def train(engine, case, updates):
     group = engine.settings.sequence_parallel_size
-    local = mini_batch().split(PARTS[engine.world_size // group][engine.rank // group])
-    output = engine.forward([mini_batch()])[0]
+    local = mini_batch(case).split(PARTS[engine.world_size // group][engine.rank // group])
+    output = engine.forward([mini_batch(case)])[0]
     metrics = [engine.update(local, OBJECTIVE) for _ in range(updates)]
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
     return {"output": output, "metrics": metrics, "weights": weights, "packed": pack(engine)}
@@ -112,7 +117,7 @@ def scenario(root, case, layout, *, resumed=""):
     trained = engine(root, case, layout)
     if resumed:
         trained.load_state(load(trained.state(), root / f"{case}-{resumed}"))
-    result = train(trained, 2)
+    result = train(trained, case, 2)
     if not resumed:
         save(trained.state(), root / f"{case}-{layout}")
     return result

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from verl.agents.deterministic_batcher import Generate
 from verl.agents.episode import EpisodeRunner
 from verl.agents.transcript import Transcript
+from verl.data.flat_batch import FlatBatch
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
 from verl.types import Completion, Failed, Prompt, SamplingParams, Scored
@@ -145,6 +147,38 @@ def test_tokens_of_earlier_turns_keep_the_experts_that_they_were_generated_with(
     experts = transcript.to_samples(0, 0, 0.0, {})[0].routed_experts
     assert experts is not None
     assert experts[:, 0, 0].tolist() == [5, 5, 5, 8, 8]
+
+
+def test_kept_ids_of_all_turns_are_those_of_the_generated_tokens_of_each_branch() -> None:
+    transcript = Transcript()
+    first = Completion([3, 4], [0.0] * 2, [0] * 2, "stop", kept_ids=np.array([[3, 5], [4, 4]], np.int32))
+    others = [Completion([k], [0.0], [0], "stop", kept_ids=np.array([[k, 8]], np.int32)) for k in (6, 7)]
+    turn = transcript.add([1, 2], first)
+    transcript.add([9], others[0], turn)
+    transcript.add([9, 9], others[1], turn)
+    transcript.add([1], Completion([], [], [], "stop"))
+    samples = transcript.to_samples(0, 0, 0.0, {})
+    assert [None if each.kept_ids is None else each.kept_ids.tolist() for each in samples] == [
+        [[3, 5], [4, 4], [6, 8]],
+        [[3, 5], [4, 4], [7, 8]],
+        None,
+    ]
+    kept = FlatBatch.from_samples(samples).kept_ids
+    assert kept is not None
+    assert kept.dtype == torch.int32
+    assert kept[:, 0].tolist() == [-1, -1, 3, 4, -1, 6, -1, -1, 3, 4, -1, -1, 7, -1]
+
+
+async def test_the_greedy_baseline_asks_for_no_kept_ids() -> None:
+    asked: list[bool] = []
+
+    async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        asked.append(sampling.keep_sampling_mask)
+        return await echo(token_ids, sampling)
+
+    sampling = SamplingParams(max_tokens=4, top_k=5, keep_sampling_mask=True)
+    await EpisodeRunner(generate, accept, decode).run(PROMPT, 0, [5], sampling, greedy_baseline=True)
+    assert asked == [True, False]
 
 
 TAUGHT = replace(PROMPT, teacher_token_ids=[8, 9, 2])

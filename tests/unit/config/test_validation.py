@@ -8,6 +8,7 @@ import sys
 import pytest
 import yaml
 
+from verl.config.features import get_importance_weights
 from verl.config.load import load, load_dict
 from verl.config.render import render
 from verl.config.schema import Config
@@ -22,6 +23,7 @@ GAE = "algorithm.adv_estimator=gae"
 COSINE = f"{A}.optim.lr_scheduler_type=cosine"
 ADAPTER = [f"{A}.peft.lora_rank=8", f"{R}.lora_transport=adapter"]
 TEACHER = ["distillation.enable=true", "distillation.mode=loss", "distillation.teacher.path=teacher"]
+MASK = f"{R}.keep_sampling_mask=true"
 MODEL = ["reward.reward_model.enable=true", "reward.reward_model.model_path=rm"]
 
 
@@ -155,6 +157,15 @@ def problem(*overrides: str) -> str:
             ["algorithm.adv_estimator=optimal_token_baseline", "algorithm.rollout_correction.bypass_mode=true"],
             "set algorithm.rollout_correction.bypass_mode=false",
         ),
+        ([MASK], f"set {R}.top_k=64"),
+        ([MASK, f"{R}.top_p=0.9"], f"set {R}.top_k=64"),
+        ([MASK, f"{R}.top_k=257"], f"set {R}.top_k=64"),
+        ([MASK, f"{R}.top_k=50", *TEACHER], f"set {R}.keep_sampling_mask=false"),
+        ([MASK, f"{R}.top_k=50", f"+{R}.engine_kwargs.vllm.max_logprobs=5"], f"set {R}.keep_sampling_mask=false"),
+        (
+            [MASK, f"{R}.top_k=50", f"+{R}.engine_kwargs.vllm.speculative_config={{}}"],
+            f"set {R}.keep_sampling_mask=false",
+        ),
     ],
 )
 def test_conflicts_are_refused_and_the_suggested_fix_works(overrides: list[str], says: str) -> None:
@@ -204,6 +215,19 @@ def test_conflicts_are_refused_and_the_suggested_fix_works(overrides: list[str],
 def test_probable_mistakes_are_hinted_at(overrides: list[str], says: str) -> None:
     assert any(says in hint for hint in hints(*overrides))
     assert not any(says in hint for hint in hints())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_truncated_sampling_is_no_mistake_with_the_mask(engine: str) -> None:
+    assert hints(MASK, f"{R}.name={engine}", f"{R}.top_k=256", f"{R}.top_p=0.9") == []
+
+
+def test_importance_weights_of_old_responses_are_exact_with_the_mask() -> None:
+    settings = [f"{R}.top_k=20", "trainer.max_staleness=1"]
+    [without], [config] = (load([f"{R}.n=8", *settings, *more], complete=False) for more in ([], [MASK]))
+    assert [get_importance_weights(each.config) for each in (without, config)] == [None, "token"]
+    assert any(f"or {MASK}" in hint for hint in without.hints)
+    assert not any("rollout_is" in hint for hint in config.hints)
 
 
 @pytest.mark.parametrize(

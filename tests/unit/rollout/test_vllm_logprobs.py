@@ -18,7 +18,7 @@ from vllm.logprobs import (
 )
 
 from verl.errors import EngineError
-from verl.rollout.vllm.engine import VllmEngine, _completion, _sampling, read_logprobs
+from verl.rollout.vllm.engine import VllmEngine, _completion, _sampling, read_kept, read_logprobs
 from verl.rollout.vllm.settings import VllmSettings
 from verl.types import Completion, SamplingParams
 
@@ -112,3 +112,40 @@ def test_the_probe_reads_the_log_probs_of_a_prompt(monkeypatch: pytest.MonkeyPat
 def test_responses_are_requested_with_flat_log_probs() -> None:
     params = _sampling(SamplingParams(max_tokens=3))
     assert (params.flat_logprobs, params.logprobs) == (True, 0)
+    assert _sampling(SamplingParams(max_tokens=3, top_k=7, keep_sampling_mask=True)).logprobs == 7
+
+
+def fill_kept(rows: list[list[tuple[int, float]]]) -> Any:
+    """Return the log-probs of a request as vLLM does: the token that was drawn, then the most likely ones."""
+    flat = create_sample_logprobs(flat_logprobs=True)
+    for row in rows:
+        ids, probs = zip(*row, strict=True)
+        logprobs = [float(np.log(prob)) if prob else -np.inf for prob in probs]
+        append_logprobs_for_next_position(flat, list(ids), logprobs, itertools.repeat(None), 1, len(row) - 1)
+    return flat
+
+
+KEPT = [
+    [(5, 0.25), (9, 0.75), (5, 0.25), (7, 0.0)],  # top_p has dropped the third
+    [(3, 0.2), (8, 0.4), (2, 0.2), (1, 0.2)],  # drawn from beyond top_k, since it is as likely as the last
+    [(4, 0.4), (4, 0.4), (6, 0.3), (8, 0.1)],  # the others beyond top_k are not returned
+]
+
+
+def test_kept_ids_are_the_drawn_token_and_the_likely_ones_and_log_probs_are_normalized_over_them() -> None:
+    tokens = [row[0][0] for row in KEPT]
+    completion = _completion(output(fill_kept(KEPT), [(0, 3, "7")], tokens=tokens), keep_sampling_mask=True)
+    assert completion.kept_ids is not None
+    assert completion.kept_ids.dtype == np.int32
+    assert completion.kept_ids.tolist() == [[5, 9, 5, 5], [3, 8, 2, 1], [4, 4, 6, 8]]
+    np.testing.assert_allclose(np.exp(completion.logprobs), [0.25, 0.2, 0.5], rtol=1e-6)
+    assert completion.logprobs.dtype == np.float32
+    assert pickle.loads(pickle.dumps(completion)) == completion
+    assert _completion(output(FlatLogprobs(), [(0, 0, "7")], tokens=[]), keep_sampling_mask=True).kept_ids is None
+
+
+def test_log_probs_without_those_of_kept_tokens_are_refused() -> None:
+    with pytest.raises(EngineError, match="4 log-probs, not as many for each of 4 tokens"):
+        read_kept(fill(create_sample_logprobs(flat_logprobs=True)), TOKENS)
+    with pytest.raises(EngineError, match="12 log-probs, not as many for each of 2 tokens"):
+        read_kept(fill_kept(KEPT), [5, 3])
