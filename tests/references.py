@@ -703,6 +703,23 @@ def forward_kl(current: list[float], other: list[float], topk: int, floor: float
     return value, gradient
 
 
+def over_kept(
+    current: list[float], other: list[float], kept: list[int], target: int
+) -> tuple[tuple[float, float, float], list[float]]:
+    """Return log-prob of the target, entropy and KL over the kept tokens alone, and the gradient of their sum."""
+    ids = sorted(set(kept))
+    largest = max(current[v] for v in ids)
+    total = math.fsum(math.exp(current[v] - largest) for v in ids)
+    logs = {v: current[v] - largest - math.log(total) for v in ids}
+    entropy = -math.fsum(math.exp(log_p) * log_p for log_p in logs.values())
+    kl, slopes = exact_kl([current[v] for v in ids], [other[v] for v in ids])
+    gradient = [0.0] * len(current)
+    for v, slope in zip(ids, slopes, strict=True):
+        p = math.exp(logs[v])
+        gradient[v] = (v == target) - p - p * (logs[v] + entropy) + slope
+    return (logs[target], entropy, kl), gradient
+
+
 def next_beta(beta: float, kl: float, target: float, horizon: float, n_steps: int) -> float:
     return beta * (1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon)
 

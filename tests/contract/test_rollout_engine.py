@@ -8,6 +8,7 @@ import copy
 import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from verl.rollout.hf import HfEngine
 from verl.rollout.settings import RolloutEngineSettings
 from verl.rollout.vllm.engine import VllmEngine
 from verl.rollout.vllm.settings import AdapterSettings, VllmSettings
+from verl.training.kernels.logprobs import LastLayer, token_logprobs
 from verl.types import SamplingParams
 from verl.weights.bucket import pack
 from verl.weights.sync import HostTransport
@@ -59,6 +61,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 VLLM: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 100}
+VLLM["max_logprobs"] = 200
 MAKERS: dict[str, Callable[[Path], Any]] = {
     "fake": lambda path: FakeRolloutEngine(VOCABULARY),
     "hf": lambda path: HfEngine(RolloutEngineSettings(str(path))),
@@ -296,6 +299,43 @@ async def test_log_probs_are_of_the_distribution_drawn_from(engine: RolloutEngin
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT])).logits[0, -1] / 0.5
     assert answer.logprobs[0] == pytest.approx(float(logits.log_softmax(-1)[answer.token_ids[0]]), abs=1e-4)
+
+
+async def test_the_mask_is_what_sampling_kept_and_log_probs_are_over_it(
+    engine: RolloutEngine, model: PreTrainedModel
+) -> None:
+    if not isinstance(engine, HfEngine | VllmEngine):
+        pytest.skip("the engine returns no mask")
+    await sync(engine, model, 0)
+    widths = set()
+    for sampling in (
+        SamplingParams(max_tokens=24, temperature=0.7, top_p=0.8, top_k=12, seed=1, keep_sampling_mask=True),
+        SamplingParams(max_tokens=4, top_k=200, seed=1, keep_sampling_mask=True),  # more than there are
+    ):
+        answer, plain, greedy = await asyncio.gather(
+            *(
+                engine.generate(PROMPT, replace(sampling, **changes))
+                for changes in ({}, {"keep_sampling_mask": False}, {"keep_sampling_mask": False, "temperature": 0.0})
+            )
+        )
+        assert (plain.token_ids, plain.kept_ids, greedy.kept_ids) == (answer.token_ids, None, None)
+        np.testing.assert_allclose(plain.logprobs, answer.logprobs, atol=1e-5)
+        assert answer.kept_ids is not None
+        assert answer.kept_ids.dtype == np.int32
+        assert answer.kept_ids[:, 0].tolist() == answer.token_ids
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT + answer.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+        kept = torch.from_numpy(answer.kept_ids).long()
+        unit = torch.eye(VOCABULARY)  # hidden states that are the logits
+        own, _ = token_logprobs(LastLayer(logits, unit, kept=kept), kept[:, 0], temperature=sampling.temperature)
+        np.testing.assert_allclose(answer.logprobs, own, atol=1e-4)
+        for row, ids in zip(logits / sampling.temperature, kept, strict=True):
+            likely = row.topk(min(sampling.top_k, VOCABULARY))
+            beyond = likely.values.softmax(-1).cumsum(-1) - likely.values.softmax(-1) >= sampling.top_p
+            assert set(ids.tolist()) == set(likely.indices[~beyond].tolist())
+            widths.add(len(set(ids.tolist())))
+    assert len(widths) > 3
+    assert max(widths) == VOCABULARY
 
 
 ADAPTER = AdapterSettings(rank=4, alpha=8, targets="all-linear", max_rank=8)

@@ -49,7 +49,7 @@ from verl.algorithms.settings import (
 from verl.algorithms.testing import run_on_ranks
 from verl.config.schema.algorithm import RejectionKind
 from verl.rewards.settings import OverlongPenalty
-from verl.training.kernels.logprobs import LastLayer, vocabulary_kl
+from verl.training.kernels.logprobs import LastLayer, token_logprobs, vocabulary_kl
 
 UNBRANCHED = {  # every episode is one sequence
     "shares": None,
@@ -590,6 +590,24 @@ def forward_teacher_kl(draw: random.Random) -> float:
     )
 
 
+def over_kept(draw: random.Random) -> float:
+    """Log-prob, entropy and KL over the tokens that sampling kept, of which some are repeated."""
+    size, positions, reach = draw.randint(1, 12), draw.randint(1, 5), draw.choice([0.1, 1.0, 10.0, 100.0])
+    rows, others = ([[reach * draw.gauss(0, 1) for _ in range(size)] for _ in range(positions)] for _ in range(2))
+    width = draw.randint(1, size + 2)
+    kept = [draw.choices(range(size), k=width) for _ in range(positions)]
+    outcomes = [ref.over_kept(*row, row[2][0]) for row in zip(rows, others, kept, strict=True)]
+    unit, ids, chunk = torch.eye(size, dtype=torch.float64), torch.tensor(kept), draw.randint(1, 5)
+    current = LastLayer(torch.tensor(rows, dtype=torch.float64).requires_grad_(), unit, kept=ids)
+    kl = vocabulary_kl(current, LastLayer(torch.tensor(others, dtype=torch.float64), unit, kept=ids), chunk=chunk)
+    ours = torch.stack([*token_logprobs(current, ids[:, 0], chunk=chunk), kl], 1)
+    (gradient,) = torch.autograd.grad(ours.sum(), current.hidden)
+    return max(
+        difference(ours.flatten().tolist(), [value for values, _ in outcomes for value in values]),
+        difference(gradient.flatten().tolist(), [slope for _, slopes in outcomes for slope in slopes]),
+    )
+
+
 def sampled_teacher_kl(draw: random.Random) -> float:
     """The KL to a teacher at the sampled tokens, with a floor of log-probs and a bound of each token."""
     batch, floor, bound = with_policies(draw, random_batch(draw)), -draw.uniform(0.1, 12), draw.uniform(0.01, 12)
@@ -802,6 +820,7 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
     "kl to a teacher, clamped": clamped_teacher_kl,
     "kl from a teacher": forward_teacher_kl,
     "kl to a teacher, sampled, clamped": sampled_teacher_kl,
+    "log-prob, entropy, kl of kept tokens": over_kept,
     **{f"aggregation {mode}": aggregation(mode) for mode in MODES},
     **{
         f"weights {level}{', mean 1' if normalize else ''}": weights(level, normalize)

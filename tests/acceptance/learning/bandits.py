@@ -36,6 +36,7 @@ LIMIT = 0.9
 GROUPS = 8
 STEPS = 100
 NOISE = 0.05  # of a score
+TOP_K = 3  # of ten arms, and of three
 OPTIONS = LossOptions(clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=5.0, kl_cov_ratio=0.02)
 
 PREFERENCE = ("sppo", "dpo")
@@ -48,8 +49,17 @@ PER_TOKEN = (
     "gigpo",
 )  # advantages differ within a response
 ONE_RATIO = ("gspo", "geo_mean")  # one ratio per response: for advantages that do not differ within it
+TRUNCATED = "vanilla, top_k"  # the policy samples from the likely arms, and trains with log-probs over them
 MASKED = "vanilla, masked"  # without responses that the first update of a step has made unlikely
-ANCHORED = ("vanilla", MASKED, "gspo", "geo_mean", "clip_cov", "sppo")  # the ratio to the old policy limits an update
+ANCHORED = (
+    "vanilla",
+    TRUNCATED,
+    MASKED,
+    "gspo",
+    "geo_mean",
+    "clip_cov",
+    "sppo",
+)  # the ratio to the old policy limits an update
 TEACHERS = {  # losses that follow a teacher, which prefers the best path
     "teacher, full": {},
     "teacher, forward_kl": {"is_forward": True},
@@ -95,6 +105,7 @@ class Run:
         self.bandit, self.estimator, self.loss, self.mistake = bandit, estimator, loss, mistake
         self.generator = torch.Generator().manual_seed(seed)
         shape = (bandit.states, bandit.arms)
+        self.kept = torch.ones(shape, dtype=torch.bool)
         self.logits = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
         self.values = torch.zeros(bandit.states, dtype=torch.float64, requires_grad=True)
         self.process = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
@@ -144,10 +155,12 @@ class Run:
 
     def sample(self) -> Tensor:
         """Return paths [B, steps]."""
+        if self.loss == TRUNCATED:  # with ties at the limit
+            self.kept = self.logits.detach() >= self.logits.detach().topk(TOP_K).values[:, -1:]
         states = torch.zeros(GROUPS * self.samples, dtype=torch.int64)
         arms: list[Tensor] = []
         for _ in range(self.bandit.steps):
-            probabilities = self.logits.detach().softmax(-1)[states]
+            probabilities = self.logprobs_of_arms(self.logits.detach()).exp()[states]
             arms.append(torch.multinomial(probabilities, 1, generator=self.generator).squeeze(1))
             states = 1 + arms[-1]
         return torch.stack(arms, 1)
@@ -175,14 +188,17 @@ class Run:
         return batch, states.flatten(), arms.flatten()
 
     def logprobs(self, logits: Tensor, states: Tensor, arms: Tensor) -> Tensor:
-        return logits.log_softmax(-1)[states, arms]
+        return self.logprobs_of_arms(logits)[states, arms]
+
+    def logprobs_of_arms(self, logits: Tensor) -> Tensor:
+        return logits.where(self.kept, -1e15).log_softmax(-1)
 
     def inputs(self, batch: FlatBatch, scores: Tensor, states: Tensor, arms: Tensor) -> AdvantageInputs:
         greedy = Run.greedy_path(self.logits.detach(), self.bandit)
         last = batch.mask * torch.arange(len(batch.mask))
         rewards = torch.zeros(len(batch.mask), dtype=torch.float64)
         rewards[torch.stack([part.max() for part in last.split(batch.lengths.tolist())])] = scores
-        process = 0.5 * (self.logprobs(self.process.detach(), states, arms) - batch.ref_logprobs) * batch.mask
+        process = 0.5 * (self.process.detach().log_softmax(-1)[states, arms] - batch.ref_logprobs) * batch.mask
         return AdvantageInputs(
             scores=scores,
             groups=torch.arange(GROUPS).repeat_interleave(self.samples),
@@ -193,7 +209,7 @@ class Run:
             baselines=self.score(greedy[None]).expand(len(scores)),
             process=process,
             logprobs=batch.old_logprobs,
-            sum_pi_squared=self.logits.detach().softmax(-1).square().sum(-1)[states],
+            sum_pi_squared=self.logprobs_of_arms(self.logits.detach()).exp().square().sum(-1)[states],
             components=split_score(scores),
             turns=self.list_turns(states),
             options=self.options,
@@ -236,7 +252,7 @@ class Run:
         if self.estimator == "prime":
             outcomes = scores.clamp(0.0, 1.0).repeat_interleave(batch.lengths)
             batch = batch.with_(advantages=outcomes, old_logprobs=batch.ref_logprobs)
-            output = ModelOutput(self.logprobs(self.process, states, arms), torch.zeros(len(arms)))
+            output = ModelOutput(self.process.log_softmax(-1)[states, arms], torch.zeros(len(arms)))
             OutcomeObjective(0.5)(output, batch, totals)[0].backward()
         self.others.step()
 
@@ -250,7 +266,7 @@ def pairs() -> list[tuple[str, str]]:
     """Return every estimator with the losses that it is meant for."""
     distinct = {function: name for name, function in reversed(ESTIMATORS.items())}.values()
     estimators = ["dr_grpo", *(name for name in reversed(distinct) if name not in OTHERS)]
-    losses = [*(name for name in LOSSES if name not in PREFERENCE), MASKED]
+    losses = [*(name for name in LOSSES if name not in PREFERENCE), MASKED, TRUNCATED]
     fitting = (
         (estimator, loss)
         for estimator, loss in itertools.product(estimators, losses)

@@ -80,6 +80,7 @@ def test_a_registered_engine_is_accepted_with_the_settings_that_it_supports() ->
         (["actor_rollout_ref.actor.peft.lora_rank=8", f"{R}.lora_transport=adapter"], f"{R}.lora_transport"),
         (["actor_rollout_ref.actor.router_replay.mode=R3"], "actor_rollout_ref.actor.router_replay.mode"),
         (["trainer.deterministic=true", "trainer.device=cuda"], f"{R}.name"),
+        ([f"{R}.keep_sampling_mask=true", f"{R}.top_k=50"], f"{R}.keep_sampling_mask"),
     ],
 )
 def test_settings_that_need_more_than_the_engine_supports_are_refused(settings: list[str], key: str) -> None:

@@ -51,6 +51,8 @@ def test_all_settings_that_an_engine_does_not_support_are_reported_at_once() -> 
         f"{A}.kl_loss_type=full",
         f"{A}.use_prefix_grouper=True",
     )
+    mask = "actor_rollout_ref.rollout.keep_sampling_mask"
+    assert problems(TOY, f"{mask}=true", "actor_rollout_ref.rollout.top_k=50")[0].startswith(f"{mask}: true is not")
     keys = ["peft.lora_rank", "optim.name", "fsdp_config.model_dtype", "kl_loss_type", "use_prefix_grouper"]
     assert [problem.split(":")[0] for problem in found] == [f"{A}.{key}" for key in keys]
     assert found[0] == (

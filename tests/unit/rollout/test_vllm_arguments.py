@@ -20,6 +20,7 @@ from verl.memory_plan.accelerators import DEVICES
 from verl.rollout.vllm import engine
 from verl.rollout.vllm.engine import VllmEngine, environment
 from verl.rollout.vllm.settings import VllmSettings
+from verl.workers.episode_pool import _sampling_params
 
 pytestmark = pytest.mark.unit
 
@@ -49,6 +50,20 @@ def test_on_the_cpu_engines_are_eager_and_generate_256_sequences_at_once(monkeyp
     assert (arguments.enforce_eager, arguments.max_num_seqs, arguments.max_num_batched_tokens) == (True, 256, None)
     assert context is UsageContext.ENGINE_CONTEXT
     assert environment(VllmSettings("model"))["TORCH_COMPILE_DISABLE"] == "1"
+
+
+def test_a_request_may_ask_for_the_log_probs_of_top_k_tokens_only_if_the_mask_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, _ = start(monkeypatch)
+    assert plain.max_logprobs == AsyncEngineArgs("model").max_logprobs
+    rollout = {"top_k": 64, "keep_sampling_mask": True}
+    config = load_dict({"actor_rollout_ref": {"rollout": rollout}}, complete=False).config
+    settings = VllmSettings.from_config(config, "cpu", 0)
+    arguments, _ = start(monkeypatch, max_logprobs=settings.max_logprobs)
+    assert arguments.max_logprobs == 64
+    train, val = _sampling_params(config, ()).values()
+    assert (train.keep_sampling_mask, val.keep_sampling_mask) == (True, False)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
