@@ -84,6 +84,10 @@ FACTORS: Mapping[str, Mapping[str, Overrides]] = {
         "reward, full": _kl_reward("full"),
         "reward and loss": _kl_reward("kl") | _kl_loss("low_var_kl"),
     },
+    "sampling": {
+        "full": {},
+        "mask": {f"{ROLLOUT}.top_k": 20, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.keep_sampling_mask": True},
+    },
     "correction": {
         "none": {},
         **{name: {f"{_CORRECTION}.preset": name} for name in CORRECTION_PRESETS},
