@@ -121,8 +121,8 @@ def syncs_adapter_only(config: Config) -> bool:
     return rank > 0 and (rollout.lora_transport == "adapter" or (rollout.lora_transport == "auto" and is_possible))
 
 
-def has_truncated_engine(config: Config) -> bool:
-    """Whether only the engine's log-probs are those of a distribution that `top_p` or `top_k` truncates."""
+def differs_by_truncation(config: Config) -> bool:
+    """Whether `top_p` or `top_k` truncates the distribution of the engine's log-probs, but not the trainer's."""
     rollout = config.actor_rollout_ref.rollout
     return (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.keep_sampling_mask
 
@@ -137,7 +137,7 @@ def get_importance_weights(config: Config) -> str | None:
     if correction.rollout_is != "auto":
         return correction.rollout_is
     is_corrected = correction.rollout_rs or correction.has_ratio_to_engine
-    return "token" if config.trainer.max_staleness > 0 and not (has_truncated_engine(config) or is_corrected) else None
+    return "token" if config.trainer.max_staleness > 0 and not (differs_by_truncation(config) or is_corrected) else None
 
 
 def uses_preferences(config: Config) -> bool:

@@ -117,15 +117,15 @@ class HfEngine:
         while len(tokens) < sampling.max_tokens and finish_reason != "stop":
             output = self._model(step, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            token, logprob, kept = _draw(output.logits[0, -1].float(), sampling, random)
+            token, logprob, ids = _draw(output.logits[0, -1].float(), sampling, random)
             tokens.append(token)
             logprobs.append(logprob)
-            kept_ids.append(kept)
+            kept_ids.append(ids)
             step = torch.tensor([[token]], device=self._device)
             finish_reason = "stop" if token in sampling.stop_token_ids else "length"
         versions = np.full(len(tokens), self._version, np.int32)
-        mask = np.array(kept_ids, np.int32) if sampling.keep_sampling_mask else None
-        return Completion(tokens, np.array(logprobs, np.float32), versions, finish_reason, kept_ids=mask)
+        kept = np.array(kept_ids, np.int32) if sampling.keep_sampling_mask else None
+        return Completion(tokens, np.array(logprobs, np.float32), versions, finish_reason, kept_ids=kept)
 
 
 def _draw(logits: Tensor, sampling: SamplingParams, random: torch.Generator) -> tuple[int, float, list[int]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from verl.config.checks.conflict import Conflict
-from verl.config.features import frees_engine_memory, get_importance_weights, has_truncated_engine, list_trained_models
+from verl.config.features import differs_by_truncation, frees_engine_memory, get_importance_weights, list_trained_models
 from verl.config.rollout_engines import DEFAULT_ENGINE, get_rollout_engine
 from verl.config.schema import Config
 from verl.config.schema.conditions import ACTOR, LOSS, ROLLOUT
@@ -88,7 +88,7 @@ def _find_uncorrected(config: Config) -> Iterator[Conflict]:
     if correction.rollout_rs or correction.has_ratio_to_engine or get_importance_weights(config):
         return
     reason = f"{correction.rollout_is or 'null'} leaves responses that are up to {staleness} versions old uncorrected"
-    if has_truncated_engine(config):
+    if differs_by_truncation(config):
         cause = "importance weights need log-probs of the full distribution, which top_p and top_k truncate"
         fix = f"set {ROLLOUT}.top_p=1.0 and {ROLLOUT}.top_k=-1, or {ROLLOUT}.keep_sampling_mask=true"
         yield Conflict(_WEIGHTS, f"{reason}: {cause}", fix)

@@ -7,7 +7,7 @@ from math import inf
 
 from verl.config.batch_sizes import count_engine_devices, count_rollout_devices
 from verl.config.checks.conflict import Conflict
-from verl.config.features import get_importance_weights, get_quantization, has_truncated_engine, may_score_code
+from verl.config.features import differs_by_truncation, get_importance_weights, get_quantization, may_score_code
 from verl.config.paths import is_overridden
 from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema import Config
@@ -55,7 +55,7 @@ def find_training_conflicts(config: Config) -> Iterator[Conflict]:
 
 
 def _check_sampling_mask(config: Config) -> Iterator[Conflict]:
-    """Check that the engine returns the tokens that sampling kept, not too many of them, and that they suffice."""
+    """Check that the kept tokens have a limit, that the engine returns them, and that they suffice."""
     rollout = config.actor_rollout_ref.rollout
     if not 0 < rollout.top_k <= _MAX_KEPT:
         reason = f"true requires {ROLLOUT}.top_k, which limits how many tokens are kept, from 1 to {_MAX_KEPT}"
@@ -88,7 +88,7 @@ def find_training_hints(config: Config) -> Iterator[Conflict]:
         )
     is_truncated = get_rollout_engine(rollout.name).capabilities.has_truncated_logprobs
     for name, cut, full in (("top_p", rollout.top_p < 1, "1.0"), ("top_k", rollout.top_k > 0, "-1")):
-        if cut and is_truncated and has_truncated_engine(config):
+        if cut and is_truncated and differs_by_truncation(config):
             yield Conflict(
                 f"{ROLLOUT}.{name}",
                 f"with {getattr(rollout, name)} the engine's log-probs are those of the truncated distribution and the "

@@ -214,7 +214,7 @@ class VllmEngine:
     async def _add(self, token_ids: Sequence[int], params: Any, priority: int = 0) -> RequestOutputCollector:
         from vllm.inputs import TokensPrompt
 
-        if params.logprobs:  # vLLM would die of more than there are
+        if params.logprobs:  # vLLM's process ends with an error if there are fewer tokens
             params.logprobs = min(params.logprobs, self._llm.model_config.get_vocab_size())
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
         name = str(next(self._requests))
