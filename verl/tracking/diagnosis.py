@@ -129,7 +129,7 @@ def _find_training_problems(metrics: Numbers) -> Iterator[tuple[str, str]]:
             "mismatch",
             "trainer and rollout engine compute different probabilities: training/rollout_probs_diff_mean is "
             f"{gap:.4f} (healthy: below 0.005); this is expected if top_p or top_k restrict sampling without "
-            "actor_rollout_ref.rollout.keep_sampling_mask=true; otherwise try "
+            "keep_sampling_mask; otherwise try "
             "actor_rollout_ref.rollout.dtype=float32, with vLLM on long contexts "
             "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True, or correct for it with "
             "algorithm.rollout_correction.rollout_is=token",
