@@ -18,6 +18,7 @@ from verl.agents.builtin_agents import (
     get_wanted_tools,
 )
 from verl.agents.chat_model import ChatModel
+from verl.agents.clock import start_clock
 from verl.agents.deterministic_batcher import Generate
 from verl.agents.episode import single_turn
 from verl.agents.errors import EpisodeLimitError, LoopBlockedError, ToolFailureError
@@ -174,11 +175,12 @@ class AgentEpisode:
 
     async def _play(self, agent: Agent, task: Task, model: ChatModel) -> Transcript:
         """Return the transcript of one attempt. Stop waiting for an agent that exceeds its timeout."""
-        playing = asyncio.ensure_future(agent(task, model))
+        with start_clock() as clock:
+            playing = asyncio.ensure_future(agent(task, model))
         # Nobody awaits an agent that exceeded its timeout.
         playing.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            is_done = await ends_in_time(playing, self._settings.deadline_s)
+            is_done = await ends_in_time(playing, clock, self._settings.deadline_s)
         finally:
             playing.cancel()  # no effect once it is done
             model.close()

@@ -156,7 +156,7 @@ class EnvironmentAgent:
 
     async def __call__(self, task: Task, model: ChatModel) -> float | None:
         model.transcript.score = 0.0  # added to the rewards of the turns, however the episode ends
-        with UserCode(self._make) as code:
+        async with UserCode(self._make) as code:
             environment = await self._call(code, lambda value: value, self._make)
             try:
                 row = {"prompt": task.messages, **task.row}

@@ -1,10 +1,10 @@
 """Runs code of the user off the event loop of the worker, so that timeouts hold whatever the code does.
 
 Coroutines share an event loop in a thread of its own, and thereby their clients and locks. A coroutine that blocks this
-loop beyond the timeout of a call is reported with its stack, and the loop is replaced: the other calls raise
-`LoopBlockedError`, so that their episodes are repeated, and the code that blocked gets event loops of its own from then
-on. A function that is not a coroutine gets a thread for each call; tool functions that block run in processes
-(`tools/processes.py`).
+loop for `WATCH_S` is reported with its stack, and the loop is replaced: the other calls raise `LoopBlockedError`, so
+that their episodes are repeated, and the code that blocked gets event loops of its own from then on, up to
+`MAX_OWN_LOOPS`. A function that is not a coroutine gets a thread for each call; tool functions that block run in
+processes (`tools/processes.py`).
 
 A thread cannot be killed. Code that exceeds its timeout is asked to end, and while `MAX_ABANDONED` calls have not
 ended, no further one starts. Code that holds the GIL, such as a regular expression that backtracks, stalls the process.
@@ -24,16 +24,17 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from verl.agents.clock import Clock, start_clock, stop_clocks
 from verl.agents.errors import LoopBlockedError, ToolFailureError
 from verl.redaction import redact
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 SETTING = "actor_rollout_ref.rollout.multi_turn.tool_deadline_s"
-PING_S = 0.3  # a loop that does not respond for so long when a call exceeds its timeout is blocked
-WATCH_S = 5.0  # as is one that does not respond for so long at any time
+WATCH_S = 5.0  # a task that holds its event loop for so long blocks it
+MAX_OWN_LOOPS = 64  # per worker, for each function or class that has blocked; further episodes wait
 MAX_ABANDONED = 32  # per worker
-_SETTLE_S = 0.05  # in which calls of a replaced loop raise
+_SETTLE_S = 0.05  # in which calls of a replaced loop raise, and a stopped clock is read again
 
 
 class Abandoned(BaseException):
@@ -83,7 +84,7 @@ class UserLoop:
         try:
             while not (await asyncio.wait([waiter], timeout=WATCH_S))[0]:
                 if self._watching is None or self._watching.done():
-                    self._watching = asyncio.ensure_future(replace_blocked_loop(WATCH_S))
+                    self._watching = asyncio.ensure_future(replace_blocked_loop())
             return waiter.result()
         except asyncio.CancelledError:
             if call.is_held_up:
@@ -108,10 +109,15 @@ class UserLoop:
         if self is not _shared and call.task is not None and asyncio.current_task(self._loop) is call.task:
             _interrupt(self._thread)
 
-    async def responds(self, timeout_s: float) -> bool:
-        answer = Future[None]()
+    async def is_blocked(self) -> bool:
+        """Return whether the loop does not respond for `WATCH_S`, and not because many tasks take turns."""
+        current, answer = asyncio.current_task(self._loop), Future[None]()
         self._loop.call_soon_threadsafe(answer.set_result, None)
-        return bool((await asyncio.wait([asyncio.wrap_future(answer)], timeout=timeout_s))[0])
+        for _ in range(10):
+            done, _ = await asyncio.wait([asyncio.wrap_future(answer)], timeout=WATCH_S / 10)
+            if done or asyncio.current_task(self._loop) is not current:
+                return False
+        return True
 
     def replace(self) -> None:
         """Report what blocks the loop, and end all other calls: their episodes are repeated on another loop.
@@ -121,7 +127,8 @@ class UserLoop:
         current, calls = asyncio.current_task(self._loop), list(self._calls)
         culprits = [call for call in calls if call.task is current and current is not None]
         owners = {call.owner for call in culprits or calls}
-        _blocking.update(owners)
+        for owner in owners:
+            _blocking.setdefault(owner, asyncio.Semaphore(MAX_OWN_LOOPS))
         _log.warning(
             "%s blocks the event loop of the user's coroutines, and gets event loops of its own from now on; %d other "
             "calls are repeated. Use await, or asyncio.to_thread, or do not declare it async. It is here:\n%s",
@@ -161,44 +168,55 @@ async def _cancel_all() -> None:
 
 
 _shared: UserLoop | None = None
-_blocking: set[str] = set()  # owners that have blocked the shared loop
+_blocking: dict[str, asyncio.Semaphore] = {}  # owners that have blocked the shared loop -> their own loops
 _abandoned: dict[Call, None] = {}
 
 
 class UserCode:
-    """The code of a function or class of the user in one episode. All of its coroutines run on the same event loop."""
+    """The code of a function or class of the user in one episode. All of its coroutines run on the same event loop.
+
+    Code that has blocked waits for a loop of its own when it is entered. The episodes enter all code in the same order,
+    so no two wait for each other.
+    """
 
     def __init__(self, owner: Any) -> None:
         self._owner = f"{getattr(owner, '__module__', '')}.{getattr(owner, '__qualname__', type(owner).__qualname__)}"
         self._loop: UserLoop | None = None
+        self._slots: asyncio.Semaphore | None = None
 
-    def __enter__(self) -> UserCode:
+    async def __aenter__(self) -> UserCode:
+        if slots := _blocking.get(self._owner):
+            with stop_clocks():
+                await slots.acquire()
+            self._slots, self._loop = slots, UserLoop()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    async def __aexit__(self, *error: object) -> None:
         if self._loop is not None and self._loop is not _shared:
             self._loop.retire()
+        if self._slots is not None:
+            self._slots.release()
 
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function, which may be a coroutine function, return an awaitable, or block."""
         global _shared
         if self._loop is None and self._owner in _blocking:
-            self._loop = UserLoop()
-        elif self._loop is None:
+            raise LoopBlockedError(f"{self._owner} needs an event loop of its own, because it has blocked another")
+        if self._loop is None:
             self._loop = _shared = _shared or UserLoop()
         return await self._loop.run(self._owner, call_method, function, *args, **kwargs)
 
     def leave_retired_loop(self) -> None:
         """Run further calls elsewhere if the loop was replaced between two calls, which otherwise ends the episode."""
         if self._loop is not None and self._loop.is_retired:
-            self._loop = None
+            self._loop = UserLoop() if self._owner in _blocking else None
 
 
-async def replace_blocked_loop(timeout_s: float = PING_S) -> bool:
-    """Replace the shared loop if it does not respond in time, and return whether it did not."""
+async def replace_blocked_loop() -> bool:
+    """Replace the shared loop if one task or callback blocks it, and return whether one does."""
     global _shared
     loop = _shared
-    if loop is None or await loop.responds(timeout_s):
+    if loop is None or not await loop.is_blocked():
         return False
     if loop is _shared:
         _shared = None
@@ -206,19 +224,24 @@ async def replace_blocked_loop(timeout_s: float = PING_S) -> bool:
     return True
 
 
-async def ends_in_time(task: asyncio.Future[Any], timeout_s: float) -> bool:
-    """Return whether a task ends in time. A task that blocking code has held up ends with `LoopBlockedError`."""
-    done, _ = await asyncio.wait([task], timeout=timeout_s)
-    if not done and await replace_blocked_loop():
-        done, _ = await asyncio.wait([task], timeout=_SETTLE_S)
-    return bool(done)
+async def ends_in_time(task: asyncio.Future[Any], clock: Clock, timeout_s: float) -> bool:
+    """Return whether a task ends before its clock shows the timeout.
+
+    A task that blocking code has held up ends with `LoopBlockedError`.
+    """
+    while not task.done() and (remaining_s := timeout_s - clock.read()) > 0:
+        await asyncio.wait([task], timeout=max(remaining_s, _SETTLE_S))
+    if not task.done() and await replace_blocked_loop():
+        await asyncio.wait([task], timeout=_SETTLE_S)
+    return task.done()
 
 
 async def run_with_timeout(work: Awaitable[T], timeout_s: float, name: str) -> T:
     """Return the result, or raise `ToolFailureError` after the timeout, even if the work ignores its cancellation."""
-    task = asyncio.ensure_future(work)
+    with start_clock() as clock:
+        task = asyncio.ensure_future(work)
     try:
-        if not await ends_in_time(task, timeout_s):
+        if not await ends_in_time(task, clock, timeout_s):
             raise ToolFailureError(f"{name} did not return within {timeout_s:g} s ({SETTING})")
     finally:
         task.cancel()  # no effect once it is done

@@ -137,7 +137,7 @@ async def try_to_end_the_loop(function: Callable[[], Awaitable[None]]) -> None:
         await asyncio.sleep(0.3)
         return "done"
 
-    with user_code.UserCode(work) as code, user_code.UserCode(function) as hostile:
+    async with user_code.UserCode(work) as code, user_code.UserCode(function) as hostile:
         working = asyncio.ensure_future(code.run(work))
         await user_code.run_with_timeout(hostile.run(function), HELD_S, "hostile")
         assert await user_code.run_with_timeout(working, HELD_S, "work") == "done"
@@ -240,8 +240,9 @@ async def leak_threads() -> None:
     _RELEASE.clear()
     before = threading.active_count()
     for _ in range(100):
-        with user_code.UserCode(block) as code, contextlib.suppress(ToolFailureError):
-            await user_code.run_with_timeout(code.run(block), 0.02, "block")
+        async with user_code.UserCode(block) as code:
+            with contextlib.suppress(ToolFailureError):
+                await user_code.run_with_timeout(code.run(block), 0.02, "block")
     count = threading.active_count() - before
     _RELEASE.set()
     assert count <= user_code.MAX_ABANDONED + 8, f"{count} threads"

@@ -1,6 +1,7 @@
 """Episodes with tools, environments and agents of the user, and how each kind of trouble ends them."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,10 @@ from chat_bpe import bpe_tokenizer
 from listed_replies import ListedReplies
 
 from verl.agents.agent_episode import AgentEpisode
-from verl.agents.builtin_agents import Step, Task
+from verl.agents.builtin_agents import Step, Task, ToolAgent
 from verl.agents.chat_model import ChatModel
+from verl.agents.tools.results import ToolResult
+from verl.agents.tools.servers import ServerSource
 from verl.agents.transcript import Transcript
 from verl.config.schema import Config
 from verl.types import Prompt, SamplingParams
@@ -218,3 +221,30 @@ async def test_sys_exit_in_user_code_does_not_end_the_worker() -> None:
     left = await play(by_name("leave"), "8", "8")
     assert left.failure is not None
     assert "sys.exit(3)" in left.failure.message
+
+
+class OneSession:
+    """A session of a tool server that serves one episode at a time."""
+
+    max_sessions = 1
+
+    async def call(self, name: str, arguments: Any) -> ToolResult:
+        await asyncio.sleep(0.4)
+        return ToolResult("7")
+
+    async def close(self) -> None:
+        pass
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        callback()
+
+
+async def test_waiting_for_a_session_of_a_tool_server_does_not_count_as_time_of_the_episode() -> None:
+    script = ListedReplies(TOKENIZER, *[CALL, "7"] * 3)
+    episode = AgentEpisode(change_limits(TOOLS, deadline_s=0.8), TOKENIZER)
+    [function_source] = episode._sources
+    server: Any = ServerSource(OneSession, function_source.list_schemas()[:1], OneSession.max_sessions)
+    episode._agents["tool_agent"] = ToolAgent(episode._settings, [server])
+    playing = (episode(PROMPT, script.generate, SamplingParams(max_tokens=800)) for _ in range(3))
+    transcripts = await asyncio.gather(*playing)
+    assert [(each.failure, each.is_truncated, len(each.turns)) for each in transcripts] == [(None, False, 2)] * 3

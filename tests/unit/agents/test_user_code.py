@@ -18,6 +18,7 @@ from verl.agents import user_code
 from verl.agents.agent_episode import AgentEpisode
 from verl.agents.builtin_agents import EnvironmentAgent, Task
 from verl.agents.chat_model import ChatModel
+from verl.agents.clock import start_clock, stop_clocks
 from verl.agents.errors import LoopBlockedError, ToolFailureError
 from verl.agents.transcript import Transcript
 from verl.agents.user_code import UserCode, run_with_timeout
@@ -33,7 +34,7 @@ SAMPLING = SamplingParams(max_tokens=400)
 @pytest.fixture(autouse=True)
 def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Give each test a shared loop of its own, and release what blocks at its end."""
-    for name, value in (("_shared", None), ("_blocking", set()), ("_abandoned", {})):
+    for name, value in (("_shared", None), ("_blocking", {}), ("_abandoned", {}), ("WATCH_S", 1.0)):
         monkeypatch.setattr(user_code, name, value)
     RELEASE.clear()
     yield RELEASE
@@ -136,14 +137,73 @@ async def test_code_that_blocked_once_gets_event_loops_of_its_own() -> None:
         await asyncio.sleep(0)
         return threading.get_ident()
 
-    with UserCode(sleep_and_block) as code, pytest.raises(ToolFailureError):
-        await run_with_timeout(code.run(sleep_and_block), 0.2, "first")
-    with UserCode(work) as shared, UserCode(sleep_and_block) as own:
+    async with UserCode(sleep_and_block) as code:
+        with pytest.raises(ToolFailureError):
+            await run_with_timeout(code.run(sleep_and_block), 0.2, "first")
+    async with UserCode(work) as shared, UserCode(sleep_and_block) as own:
         blocking = asyncio.ensure_future(own.run(sleep_and_block))
         threads = {await run_with_timeout(shared.run(work), HELD_S, "other") for _ in range(3)}
         RELEASE.set()
         assert len(threads) == 1
         assert await blocking not in threads
+
+
+async def test_code_that_computes_while_another_call_exceeds_its_timeout_has_not_blocked() -> None:
+    async def wait() -> None:
+        await asyncio.sleep(HELD_S)
+
+    async def compute() -> str:
+        block(0.6)
+        return "done"
+
+    async with UserCode(wait) as code, UserCode(compute) as other:
+        waiting = asyncio.ensure_future(run_with_timeout(code.run(wait), 0.2, "wait"))
+        await asyncio.sleep(0.1)
+        assert await run_with_timeout(other.run(compute), HELD_S, "compute") == "done"
+        with pytest.raises(ToolFailureError, match="wait did not return within"):
+            await waiting
+    assert not user_code._blocking
+
+
+async def test_tasks_that_keep_an_event_loop_busy_in_turns_have_not_blocked() -> None:
+    async def compute() -> None:
+        block(0.3)
+
+    async with UserCode(compute) as code:
+        computing = [asyncio.ensure_future(code.run(compute)) for _ in range(6)]
+        await asyncio.sleep(0.05)
+        assert not await user_code.replace_blocked_loop()
+        await asyncio.gather(*computing)
+    assert not user_code._blocking
+
+
+async def test_code_that_blocked_waits_for_a_loop_of_its_own_and_its_clock_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(user_code, "MAX_OWN_LOOPS", 2)
+
+    async def blocks() -> int:
+        block(0.3)
+        return threading.get_ident()
+
+    async def play() -> int:
+        async with UserCode(blocks) as code:
+            return int(await code.run(blocks))
+
+    user_code._blocking[UserCode(blocks)._owner] = asyncio.Semaphore(user_code.MAX_OWN_LOOPS)
+    before = threading.active_count()
+    playing = [asyncio.ensure_future(run_with_timeout(play(), 0.8, "play")) for _ in range(8)]
+    await asyncio.sleep(0.2)
+    assert threading.active_count() <= before + 2
+    assert len(set(await asyncio.gather(*playing))) >= 2, "8 x 0.3 s on 2 loops, and none exceeds 0.8 s"
+
+
+async def test_calls_that_wait_at_once_stop_the_clock_once() -> None:
+    with start_clock() as clock:
+        with stop_clocks(), stop_clocks():
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
+    assert 0.05 < clock.read() < 0.19
 
 
 async def test_coroutines_share_an_event_loop_and_thereby_their_locks() -> None:
@@ -155,7 +215,7 @@ async def test_coroutines_share_an_event_loop_and_thereby_their_locks() -> None:
             return id(asyncio.get_running_loop())
 
     async def run() -> int:
-        with UserCode(work) as code:
+        async with UserCode(work) as code:
             return await code.run(work)
 
     loops = await asyncio.gather(*(run() for _ in range(8)))
@@ -177,7 +237,7 @@ async def test_a_task_that_exits_or_stops_the_loop_does_not_end_the_calls_of_oth
         await asyncio.sleep(0.3)
         return "done"
 
-    with UserCode(work) as code, UserCode(hostile) as other:
+    async with UserCode(work) as code, UserCode(hostile) as other:
         working = asyncio.ensure_future(code.run(work))
         await run_with_timeout(other.run(hostile), HELD_S, "hostile")
         assert await run_with_timeout(working, HELD_S, "work") == "done"
@@ -191,7 +251,7 @@ async def test_a_callback_that_blocks_repeats_all_calls_of_its_loop() -> None:
     async def work() -> None:
         await asyncio.sleep(60)
 
-    with UserCode(work) as code, UserCode(hostile) as other:
+    async with UserCode(work) as code, UserCode(hostile) as other:
         calls = [asyncio.ensure_future(each) for each in (code.run(work), other.run(hostile))]
         await asyncio.sleep(0.2)
         assert await user_code.replace_blocked_loop()
@@ -288,14 +348,15 @@ async def test_calls_that_never_end_are_bounded(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(user_code, "MAX_ABANDONED", 3)
     before = threading.active_count()
     for _ in range(6):
-        with UserCode(block) as code, pytest.raises(ToolFailureError) as raised:
-            await run_with_timeout(code.run(block), 0.05, "block")
+        async with UserCode(block) as code:
+            with pytest.raises(ToolFailureError) as raised:
+                await run_with_timeout(code.run(block), 0.05, "block")
     assert "3 calls that exceeded their timeout have not ended" in str(raised.value)
     assert threading.active_count() <= before + 4  # and the event loop
     RELEASE.set()
     while user_code._abandoned:
         await asyncio.sleep(0.01)
-    with UserCode(block) as code:
+    async with UserCode(block) as code:
         await run_with_timeout(code.run(block), HELD_S, "block")
 
 
@@ -310,8 +371,9 @@ async def test_code_that_spins_beyond_its_timeout_is_ended(is_async: bool) -> No
         spin()
 
     function = spin_in_loop if is_async else spin
-    with UserCode(function) as code, pytest.raises(ToolFailureError):
-        await run_with_timeout(code.run(function), 0.1, "spin")
+    async with UserCode(function) as code:
+        with pytest.raises(ToolFailureError):
+            await run_with_timeout(code.run(function), 0.1, "spin")
     end = time.monotonic() + HELD_S
     while user_code._abandoned and time.monotonic() < end:
         await asyncio.sleep(0.01)

@@ -64,7 +64,7 @@ def adapt_loop(agent: Callable[..., Any], tokenizer: PreTrainedTokenizerBase, ma
             conversation, rewards = agent(BlockingModel(model), tokenizer, prompt, **limits)
             return [dict(message) for message in conversation], [float(reward) for reward in rewards]
 
-        with UserCode(agent) as code:
+        async with UserCode(agent) as code:
             model.transcript.messages, rewards = await code.run(run_loop)
         turns = model.transcript.turns
         if len(rewards) != len(turns):

@@ -42,7 +42,7 @@ class GatewayAgents:
             _import_gateway()
 
         async def play(task: Task, model: ChatModel) -> Any:
-            with UserCode(agent) as code:
+            async with UserCode(agent) as code:
                 if takes_url:
                     return await self._play(code, agent, task, model)
                 return await code.run(agent, task, model)

@@ -85,7 +85,7 @@ class FunctionTool:
         if HIDDEN in inspect.signature(self._function).parameters:
             values[HIDDEN] = self._row
         if inspect.iscoroutinefunction(self._function):
-            with UserCode(self._function) as code:
+            async with UserCode(self._function) as code:
                 return await run_with_timeout(code.run(self._await_result, values), timeout_s, self.name)
         return await call_in_process(self._function, values, timeout_s)
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import httpx
 
+from verl.agents.clock import stop_clocks
 from verl.agents.errors import ToolFailureError
 from verl.agents.tools.function_tools import Tool
 from verl.agents.tools.json_servers import JsonSession
@@ -65,8 +66,8 @@ class ServerTool:
 class ServerSource:
     """The tools of a server. `start_session` returns the session of an episode.
 
-    An episode waits until one of `max_sessions` is free. Each opens its sources in the same order: no two wait for
-    each other.
+    An episode waits until one of `max_sessions` is free, which does not count as its time. Each opens its sources in
+    the same order: no two wait for each other.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class ServerSource:
 
     @asynccontextmanager
     async def open(self, row: Mapping[str, Any]) -> AsyncIterator[Sequence[Tool]]:
-        await self._free.acquire()
+        with stop_clocks():
+            await self._free.acquire()
         session = self._start_session()
         try:
             yield [ServerTool(schema, session) for schema in self._schemas]

@@ -50,11 +50,11 @@ class ClassTool:
 
     def __init__(self, instance: Any, schema: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
         self._tool, self.schema, self._kwargs = instance, schema, kwargs
-        self._code = UserCode(type(instance))
+        self.code = UserCode(type(instance))
         self._id: str | None = None
 
     async def call(self, arguments: Mapping[str, Any], timeout_s: float) -> ToolResult:
-        return await run_with_timeout(self._code.run(self._call, arguments), timeout_s, type(self._tool).__name__)
+        return await run_with_timeout(self.code.run(self._call, arguments), timeout_s, type(self._tool).__name__)
 
     async def _call(self, arguments: Mapping[str, Any]) -> ToolResult:
         if self._id is None:
@@ -66,10 +66,9 @@ class ClassTool:
         return to_result(result)
 
     async def close(self) -> None:
-        with self._code as code:
-            if self._id is not None:
-                kwargs = self._get_kwargs("release")
-                await close_quietly(code, self._tool.release, self._id, timeout_s=_RELEASE_S, **kwargs)
+        if self._id is not None:
+            kwargs = self._get_kwargs("release")
+            await close_quietly(self.code, self._tool.release, self._id, timeout_s=_RELEASE_S, **kwargs)
 
     def _get_kwargs(self, method: str) -> dict[str, Any]:
         return dict(self._kwargs.get(f"{method}_kwargs") or {})
@@ -95,10 +94,11 @@ class ClassSource:
     async def open(self, row: Mapping[str, Any]) -> AsyncIterator[Sequence[Tool]]:
         kwargs = ((row.get("extra_info") or {}).get("tools_kwargs") or {}).get(self.name) or {}
         tool = ClassTool(self._tool, self._schema, kwargs)
-        try:
-            yield [tool]
-        finally:
-            await tool.close()
+        async with tool.code:
+            try:
+                yield [tool]
+            finally:
+                await tool.close()
 
     def list_schemas(self) -> Sequence[Mapping[str, Any]]:
         return [self._schema]
