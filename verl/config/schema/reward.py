@@ -68,7 +68,7 @@ class SandboxConfig(Section):
     output_mb: Count = setting(8, unit="MB")
     """Maximum output of a program."""
     max_programs: Count | None = setting(None, unit="programs")
-    """Programs of the Python tool that an episode worker runs at once, others wait; null: 2 per core."""
+    """Programs of the Python tool that your runs on a machine run at once, others wait; null: 2 per core."""
     require: Literal["bubblewrap", "namespaces", "limits"] = setting("namespaces", only_if=_IS_LOCAL)
     """Weakest isolation to accept: a run does not start on a machine that offers less."""
 
