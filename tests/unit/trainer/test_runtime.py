@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from verl import GRPOTrainer
 from verl.checkpoint.files import write
 from verl.checkpoint.manifest import CheckpointDir
-from verl.config.load import load, load_sft
+from verl.config.load import load, load_dict, load_sft
+from verl.config.paths import set_path
 from verl.config.schema import Config, SftConfig
 from verl.errors import CheckpointError
 from verl.sft.builder import build_schedule as sft_schedule
 from verl.tracking.console import Console
 from verl.trainer.build import run_sources
-from verl.trainer.build.run_sources import digest_sources
+from verl.trainer.build.code_files import find_code
+from verl.trainer.build.run_sources import digest_sources, find_changes
 from verl.trainer.build.runtime import advise_on_cores, build_checkpointer, resume
 
 pytestmark = pytest.mark.unit
@@ -206,6 +211,75 @@ def test_a_digest_imports_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (package / "__init__.py").write_text("raise RuntimeError")
     (package / "rewards.py").write_text("def score(): ...")
     monkeypatch.syspath_prepend(tmp_path)
-    assert run_sources._find_code("package_that_fails.rewards:score") == package / "rewards.py"
-    assert run_sources._find_code("package_that_fails:score") == package / "__init__.py"
-    assert run_sources._find_code("package_that_fails.missing:score") is None
+    assert find_code("package_that_fails.rewards:score") == package / "rewards.py"
+    assert find_code("package_that_fails:score") == package / "__init__.py"
+    assert find_code("package_that_fails.missing:score") is None
+
+
+REWARD = """
+import helpers.parse, random
+from helpers import numbers
+def score(): import late
+"""
+
+
+def write_code(folder: Path) -> None:
+    (folder / "helpers").mkdir(parents=True)
+    files = {"reward.py": REWARD, "late.py": "", "random.py": "", "unused.py": "", "helpers/__init__.py": ""}
+    more = {"helpers/parse.py": "from . import text", "helpers/text.py": "import reward", "helpers/numbers.py": ""}
+    for name, text in {**files, **more}.items():
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize("is_package", [False, True])
+def test_modules_that_a_reward_imports_are_part_of_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_package: bool
+) -> None:
+    folder = tmp_path / ("my_rewards" if is_package else "")
+    write_code(folder)
+    path = str(folder / "reward.py")
+    if is_package:
+        (folder / "__init__.py").write_text("")
+        text = REWARD.replace("import helpers.parse", "import my_rewards.helpers.parse")
+        (folder / "reward.py").write_text(text.replace("from helpers", "from .helpers"))
+        (tmp_path / "other.py").write_text("")
+        monkeypatch.syspath_prepend(tmp_path)
+        path = "my_rewards.reward"
+    config = run_of(tmp_path / "run", f"reward.custom_reward_function.path={path}")
+    digests = [digest_sources(config)]
+    for name in ("late", "helpers/parse", "helpers/text", "helpers/numbers"):
+        (folder / f"{name}.py").write_text("changed = True" if name != "helpers/parse" else "from . import text # new")
+        digests.append(digest_sources(config))
+    assert len({each["reward.custom_reward_function.path"] for each in digests}) == 5
+    for name in ("unused", "random"):
+        (folder / f"{name}.py").write_text("changed = True")
+    assert digest_sources(config) == digests[-1]
+
+
+def test_classes_in_a_file_of_tools_are_part_of_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "calculator_of_a_test.py").write_text("class Calculator: ...")
+    (tmp_path / "tools.yaml").write_text("tools:\n  - class_name: calculator_of_a_test.Calculator\n")
+    rollout = "actor_rollout_ref.rollout.multi_turn"
+    config = run_of(tmp_path / "run", f"{rollout}.enable=true", f"{rollout}.tool_config_path={tmp_path}/tools.yaml")
+    before = digest_sources(config)
+    (tmp_path / "calculator_of_a_test.py").write_text("class Calculator: changed = True")
+    assert digest_sources(config) != before
+
+
+def test_functions_of_the_python_api_have_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "functions_of_a_test.py"
+    file.write_text("import verl\n@verl.tool\ndef add(a: int) -> int: return a\ndef score(response): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module: Any = importlib.import_module("functions_of_a_test")
+    monkeypatch.setitem(sys.modules, "functions_of_a_test", module)
+    trainer = GRPOTrainer("model", prompts=["Hello"], folder=tmp_path, reward=module.score, tools=[module.add])
+    tree: dict[str, Any] = {}
+    for key, value in trainer._settings(["Hello"], tmp_path).items():
+        set_path(tree, tuple(key.split(".")), value)
+    config = load_dict(tree).config
+    before = digest_sources(config)
+    file.write_text(file.read_text().replace("1.0", "2.0"))
+    changed = find_changes(before, digest_sources(config))
+    settings = ["reward.custom_reward_function.path", "actor_rollout_ref.rollout.multi_turn.function_tool_path"]
+    assert changed == settings

@@ -6,15 +6,14 @@ Checkpoints record them, so that a resume can name what has changed since.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.conditions import ROLLOUT
-from verl.custom_functions import PICKLE
 from verl.data.files import STREAMED_BYTES, find_files
 from verl.errors import DataError
+from verl.trainer.build.code_files import list_files
 
 DATA = "data.train_files"
 _BLOCK = 1 << 20
@@ -25,14 +24,14 @@ Sources = Mapping[str, str]
 
 
 def digest_sources(config: Config | SftConfig) -> dict[str, str]:
-    """Return digests by setting. What cannot be read here, such as a function of the Python API, has none."""
+    """Return digests by setting. What cannot be read here, such as a function in a notebook, has none."""
     try:
         files = find_files(config.data.train_files)
     except DataError:  # reported where the data is read
         files = []
     digests = {DATA: _digest_files(files)}
     if isinstance(config, Config):
-        digests |= {setting: _digest_code(names) for setting, names in _list_code(config).items()}
+        digests |= {setting: _digest_files(list_files(names)) for setting, names in _list_code(config).items()}
     return {setting: digest for setting, digest in digests.items() if digest}
 
 
@@ -53,27 +52,6 @@ def _list_code(config: Config) -> dict[str, list[str]]:
         f"{ROLLOUT}.agent": [rollout.agent.default_agent_loop, *rollout.agent.agents.values()],
     }
     return {setting: [name for name in names if name] for setting, names in code.items()}
-
-
-def _digest_code(names: Iterable[str]) -> str:
-    """Return the digest of the files of functions, `file.py:function` or `package.module:function`."""
-    return _digest_files(file for name in names if (file := _find_code(name)) is not None)
-
-
-def _find_code(name: str) -> Path | None:
-    path = name.rpartition(":")[0] or name
-    file = Path(path).expanduser()
-    if file.is_file():
-        return None if file.suffix == PICKLE else file
-    package, *rest = path.split(".")
-    try:
-        spec = importlib.util.find_spec(package)  # imports nothing, as that of a submodule would
-    except (ImportError, ValueError):
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    module = Path(spec.origin).parent.joinpath(*rest) if rest else Path(spec.origin)
-    return next((each for each in (module, module.with_suffix(".py"), module / "__init__.py") if each.is_file()), None)
 
 
 def _digest_files(files: Iterable[Path]) -> str:
