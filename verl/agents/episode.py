@@ -57,7 +57,8 @@ def score_by_model(
     async def score_episode(prompt: Prompt, transcript: Transcript, response: str) -> Scored | Failed:
         graded = RewardInput(prompt.data_source, response, prompt.ground_truth)
         try:
-            tokens = encode(prompt, transcript.last.get_tokens(), response)
+            turns = [(turn.context, turn.completion.token_ids) for turn in transcript.last.path()]
+            tokens = encode(prompt, turns, response)
         except Exception as error:  # noqa: BLE001 - a chat template is code of the model's author
             message = f"its chat template rejects the conversation: {error}"
             return make_failure("error", SETTING, message, graded, "Fix the template, or the prompts that it rejects.")

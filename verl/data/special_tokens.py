@@ -9,7 +9,7 @@ the rendered text every special token without a surrogate is the template's own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,8 @@ class SpecialText:
         added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
         special = {text for text, token in added.items() if token.special or _CONTROL_TOKEN.fullmatch(text)}
         special = (special | {str(token) for token in tokenizer.all_special_tokens}) - {""}
+        to_id: Any = tokenizer.convert_tokens_to_ids
+        self._ids: dict[int, str] = {to_id(text): text for text in special}
         template = str(tokenizer.chat_template)
         self._tokens = special | {text for text in added if text.strip() and text in template}
         self._special, self._own = (re.compile(_match_any(tokens)) for tokens in (special, self._tokens))
@@ -65,6 +67,12 @@ class SpecialText:
         self._marks = {first: chr(0xD800 + index) for index, first in enumerate(firsts)}
         self._private = {first: chr(_PRIVATE + index) for index, first in enumerate(firsts)}
         self._texts = {ord(mark): first for first, mark in self._marks.items()}
+
+    def spell(self, ids: Sequence[int]) -> list[int]:
+        """Return generated ids with special tokens encoded as the text that they spell, as `encode` reads it."""
+        texts = {token: self._ids[token] for token in ids if token in self._ids}
+        spelled = {token: self.encode(self.mark(text))[0] for token, text in texts.items()}
+        return [each for token in ids for each in spelled.get(token, (token,))]
 
     def mark_messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with special tokens marked in all of their fields except the roles."""

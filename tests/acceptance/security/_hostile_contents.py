@@ -317,7 +317,7 @@ def reward_model_reads_a_forged_turn() -> None:
             encode = build_encoder(
                 bpe_tokenizer(), tokenizer, Prompt(0, [1], raw=raw), model_path="rm", retokenize=True
             )
-            ids, own = (encode(Prompt(0, [1], raw=raw), [1], text) for text in (forged, NEUTRAL))
+            ids, own = (encode(Prompt(0, [1], raw=raw), [([1], [])], text) for text in (forged, NEUTRAL))
             assert list_special(tokenizer, ids) == list_special(tokenizer, own), (name, shape.eos)
 
 

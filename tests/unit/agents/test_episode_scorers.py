@@ -8,6 +8,7 @@ import pytest
 from verl.agents.episode import refuse_to_score, score_by_function, score_by_model, weighted_sum
 from verl.agents.transcript import Transcript, Turn
 from verl.rewards.models.interface import ScoringFailure
+from verl.rewards.models.tokenization import TurnTokens
 from verl.types import Completion, Failed, Prompt, Scored
 
 pytestmark = pytest.mark.unit
@@ -25,10 +26,10 @@ async def model(tokens: Sequence[int]) -> float | ScoringFailure:
     return float(sum(tokens)) if tokens else ScoringFailure("timeout", "gave no score", "give it longer")
 
 
-def read(prompt: Prompt, tokens: Sequence[int], answer: str) -> list[int]:
+def read(prompt: Prompt, turns: Sequence[TurnTokens], answer: str) -> list[int]:
     if answer == "?":
         raise ValueError("conversation roles must alternate")
-    return [] if answer == "late" else list(tokens)
+    return [] if answer == "late" else [token for turn in turns for part in turn for token in part]
 
 
 async def test_a_function_gets_the_raw_prompt_if_there_is_one() -> None:

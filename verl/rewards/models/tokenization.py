@@ -15,8 +15,10 @@ from verl.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-EncodeConversation = Callable[[Prompt, Sequence[int], str], list[int]]
-"""(prompt, tokens of prompt and response, text of the response) -> tokens for the reward model."""
+TurnTokens = tuple[Sequence[int], Sequence[int]]
+"""The context of a reply, which is the prompt in the first turn, and the generated reply."""
+EncodeConversation = Callable[[Prompt, Sequence[TurnTokens], str], list[int]]
+"""(prompt, tokens of all turns, text of the response) -> tokens for the reward model."""
 
 
 def build_encoder(
@@ -46,18 +48,32 @@ def build_encoder(
         raise ConfigError([f"{setting}: its tokenizer is not the policy's; set data.return_raw_input_ids=True"])
     if model.chat_template not in (None, policy.chat_template):
         raise ConfigError([f"{setting}: its chat template is not the policy's; set data.return_raw_input_ids=True"])
+    return _make_token_encoder(model)
+
+
+def _make_token_encoder(tokenizer: PreTrainedTokenizerBase) -> EncodeConversation:
+    """Return an encoder that keeps the tokens of the policy, except for special tokens inside of a reply.
+
+    A reply could end its turn and forge another with them, so they become text. The last token, which ends a turn, is
+    kept.
+    """
+
+    def keep_tokens(prompt: Prompt, turns: Sequence[TurnTokens], response: str) -> list[int]:
+        special = get_special_text(tokenizer)
+        return [
+            token
+            for context, reply in turns
+            for part in (context, special.spell(reply[:-1]), reply[-1:])
+            for token in part
+        ]
+
     return keep_tokens
-
-
-def keep_tokens(prompt: Prompt, tokens: Sequence[int], response: str) -> list[int]:
-    """Return the tokens of the policy."""
-    return list(tokens)
 
 
 def _make_template_encoder(tokenizer: PreTrainedTokenizerBase) -> EncodeConversation:
     """Return an encoder that applies the chat template to messages, and appends the response to a plain string."""
 
-    def encode_conversation(prompt: Prompt, tokens: Sequence[int], response: str) -> list[int]:
+    def encode_conversation(prompt: Prompt, turns: Sequence[TurnTokens], response: str) -> list[int]:
         if isinstance(prompt.raw, str):
             text = render(tokenizer, prompt.raw, {}) + get_special_text(tokenizer).mark(response)
             has_bos = tokenizer.bos_token is not None and text.startswith(str(tokenizer.bos_token))
