@@ -313,6 +313,17 @@ def test_the_micro_batch_of_the_reference_has_an_effect_if_there_is_one() -> Non
     assert hints(key, f"{A}.use_kl_loss=true") == []
 
 
+@pytest.mark.parametrize(
+    "reward", [["reward.custom_reward_function.path=r.py"], ["reward.functions=[{path: r.py}]"], MODEL]
+)
+def test_a_reward_beside_an_environment_is_hinted_at(reward: list[str]) -> None:
+    environment = f"{R}.multi_turn.environment=games.py:Game"
+    [hint] = hints(*reward, f"{R}.multi_turn.enable=true", environment)
+    assert "has no effect on episodes of" in hint
+    assert hint.startswith(reward[0].partition("=")[0])
+    assert hints(*reward, f"{R}.multi_turn.enable=true") == []
+
+
 def test_the_dapo_reward_manager_is_naive_and_a_hint_names_the_settings_of_dapo() -> None:
     [hint] = hints("reward.reward_manager.name=dapo")
     assert "reward.overlong_buffer.enable=true" in hint

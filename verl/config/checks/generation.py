@@ -102,6 +102,7 @@ def find_training_hints(config: Config) -> Iterator[Conflict]:
             "quantized engines and the trainer compute different probabilities, which biases the update",
             "set algorithm.rollout_correction.preset=tis",
         )
+    yield from _find_unused_rewards(config)
     if config.reward.reward_manager.name == "dapo":
         yield Conflict(
             "reward.reward_manager.name",
@@ -138,6 +139,23 @@ def find_data_hints(config: Config) -> Iterator[Conflict]:
     if data.streaming and not data.filter_overlong_prompts and data.truncation == "error":
         reason = "a prompt longer than data.max_prompt_length stops the run when it is read"
         yield Conflict("data.streaming", reason, "set data.filter_overlong_prompts=true to drop such prompts")
+
+
+def _find_unused_rewards(config: Config) -> Iterator[Conflict]:
+    """Yield the rewards that are configured beside an environment, whose own rewards score its episodes."""
+    reward, turns = config.reward, config.actor_rollout_ref.rollout.multi_turn
+    given = {
+        "reward.custom_reward_function.path": reward.custom_reward_function.path,
+        "reward.functions": reward.functions,
+        "reward.reward_model.enable": reward.reward_model.enable,
+    }
+    for key in (key for key, value in given.items() if value and turns.enable and turns.environment):
+        yield Conflict(
+            key,
+            f"has no effect on episodes of {ROLLOUT}.multi_turn.environment, whose score is the sum of the rewards "
+            "that `step` returns; it scores only rows that choose another agent (column agent_name)",
+            "return the reward from `step`, or remove the setting",
+        )
 
 
 def _check_temperature(config: Config) -> Iterator[Conflict]:
