@@ -38,7 +38,7 @@ from verl.cluster.hangs.pending_calls import (
 )
 from verl.cluster.hangs.registry import report_failed_call
 from verl.cluster.object_store import put
-from verl.config.features import scores_responses, uses_task_rewards
+from verl.config.features import may_score_itself, scores_responses, uses_task_rewards
 from verl.config.schema import Config
 from verl.custom_functions import import_external
 from verl.data.chat import load_tokenizer
@@ -244,12 +244,18 @@ class EpisodeWorker:
         missing = [name for name in self._settings.components if name not in numbers]
         if sample.failure is not None or not missing:
             return sample
+        fix = "Return it as a finite number for every response, in a dict next to 'score', or name another component"
+        if may_score_itself(self._settings.config):
+            fix += (
+                ". An environment returns it in `Step.metrics` of its last step; an agent sets it in "
+                "`model.transcript.metrics`, or returns None to leave its score to a reward function"
+            )
         failure = make_failure(
             "invalid",
             f"algorithm.reward_components={missing[0]}",
             f"the reward of a response has no such number; it has {', '.join(sorted(numbers))}",
             RewardInput(prompt.data_source, self._decode_response(sample), prompt.ground_truth),
-            "Return it as a finite number for every response, in a dict next to 'score', or name another component",
+            fix,
         )
         return replace(sample, score=math.nan, metrics={}, failure=failure)
 

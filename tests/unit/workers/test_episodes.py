@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agent_config import agent_config
 
 from verl.agents.episode import EpisodeRunner
 from verl.agents.transcript import Transcript
@@ -201,3 +202,16 @@ async def test_a_response_whose_reward_lacks_a_component_is_a_failure_in_trainin
     assert missing.ref is None, "it is not trained on"
     [validated] = await worker.run(GroupRequest("val", 0, 8, [5], SAMPLING))
     assert validated.failure is None
+
+
+@pytest.mark.parametrize("scores_itself", [False, True])
+async def test_the_failure_says_where_an_environment_or_agent_puts_a_component(
+    worker: EpisodeWorker, scores_itself: bool
+) -> None:
+    config = agent_config("agents.py:agent") if scores_itself else Config()
+    worker._settings = EpisodeSettings(config, {}, components=["format"])
+    worker._overlong = None
+    [missing] = await worker.run(GroupRequest("train", 0, 8, [5], SAMPLING))
+    assert "in a dict next to 'score'" in missing.failure.message
+    assert ("`Step.metrics`" in missing.failure.message) == scores_itself
+    assert ("`model.transcript.metrics`" in missing.failure.message) == scores_itself
