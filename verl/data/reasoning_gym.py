@@ -24,7 +24,7 @@ from verl.private_files import make_folder
 
 SCHEME = "reasoning_gym://"
 INSTRUCTION = "Give the final answer between <answer> and </answer>."
-UNEARNED = {"game_of_life_halting"}  # its verifier takes any text for "no" (0.1.25)
+UNEARNED = {"coin_flip", "game_of_life_halting"}  # their verifiers give 1 for "0" and for any text (0.1.25)
 _FIX = f"Write {SCHEME}TASK?size=1000&seed=1&difficulty=2, and other options of the task the same way"
 
 
@@ -81,7 +81,7 @@ def load_task(task: str, options: Mapping[str, Any]) -> Any:
     if task not in tasks or task in UNEARNED:
         usable = sorted(tasks.keys() - UNEARNED)
         near = difflib.get_close_matches(task, usable, n=3)
-        problem = "accepts any answer to the task" if task in tasks else "has no task"
+        problem = "gives 1 for wrong answers to the task" if task in tasks else "has no task"
         raise ValueError(f"reasoning-gym {problem} {task!r}; it has {', '.join(near or usable)}")
     make_dataset, make_config = tasks[task]
     fields = dict(options)

@@ -16,7 +16,9 @@ from verl.data.files import find_files
 from verl.data.remote_files import fetch_files
 from verl.errors import DataError, RewardError
 from verl.rewards.reward_function import load_reward
+from verl.rewards.scorers import reasoning_gym as scorer
 from verl.rewards.scorers.reasoning_gym import compute_score, is_harmless
+from verl.trainer.build.run_sources import DATA, digest_sources
 
 pytestmark = pytest.mark.unit
 
@@ -55,6 +57,7 @@ class Levels:
 @pytest.fixture
 def gym(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = {"sums": (Sums, SumConfig), "puzzle24": (Sums, SumConfig), "game_of_life_halting": (Sums, SumConfig)}
+    tasks["coin_flip"] = (Sums, SumConfig)
     factory = SimpleNamespace(DATASETS=tasks, CURRICULA={"sums": Levels}, create_curriculum=lambda _: Levels())
     monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(factory=factory))
     monkeypatch.setattr(metadata, "version", lambda _: "0.1.25")
@@ -90,7 +93,8 @@ async def test_the_verifier_of_the_task_scores_its_rows(gym: None, tmp_path: Pat
         ("sums?size=0", "size must be positive"),
         ("sums?length=2", "unexpected keyword argument 'length'"),
         ("puzzle24?difficulty=1", "no levels of difficulty"),
-        ("game_of_life_halting", "accepts any answer"),
+        ("game_of_life_halting", "gives 1 for wrong answers"),
+        ("coin_flip", "gives 1 for wrong answers"),
     ],
 )
 def test_wrong_tasks_and_options_are_named(gym: None, tmp_path: Path, address: str, message: str) -> None:
@@ -122,6 +126,14 @@ HOSTILE = [
     "[1][0]",
     "9" * 501,
     "\uff45xec(1)",  # Python reads these letters as ASCII
+    "N(sqrt(2), 10**8)",  # digits
+    "9**9**9",
+    "(9**999)**(999**9)",
+    "2 - sqrt(9**9**9)",
+    "exp(exp(exp(99)))",
+    "E**E**E**E**E",
+    "1e99999",
+    "cosh(9**9)",
 ]
 
 
@@ -138,6 +150,53 @@ def test_plain_answers_reach_verifiers_that_evaluate() -> None:
     assert is_harmless("n_queens", "[['_', 'Q'], ['Q', '_']]")
     assert not is_harmless("n_queens", "print(1)")
     assert not is_harmless("n_queens", "[0] * 9**9")
+    assert not is_harmless("n_queens", "[1<<(1<<40)]")
+
+
+def test_numbers_that_take_too_long_or_are_none_never_reach_a_verifier() -> None:
+    assert not is_harmless("fraction_simplification", "1e99999999")
+    assert is_harmless("fraction_simplification", "1e9/3")
+    assert not any(is_harmless("complex_arithmetic", answer) for answer in ("nan", "NaN+1j", "1 + infj"))
+    assert is_harmless("complex_arithmetic", "-15.0 + 3.0i")
+
+
+@pytest.mark.parametrize("error", [OverflowError, RecursionError, SyntaxError])
+def test_an_answer_that_its_verifier_cannot_read_scores_0(
+    gym: None, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*_: Any) -> float:
+        raise error
+
+    monkeypatch.setattr(Sums, "score_answer", fail)
+    info = {"entry": json.dumps({"answer": ""}), "options": "{}"}
+    assert compute_score("reasoning_gym/sums", "1", "", info) == {"score": 0.0, "solved": 0.0, "unreadable": 1.0}
+
+
+def test_an_answer_that_its_verifier_never_finishes_scores_0(gym: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spin(*_: Any) -> float:
+        while True:
+            pass
+
+    monkeypatch.setattr(Sums, "score_answer", spin)
+    monkeypatch.setattr(scorer, "_MAX_CPU_S", 0.3)
+    info = {"entry": json.dumps({"answer": ""}), "options": "{}"}
+    assert compute_score("reasoning_gym/sums", "1", "", info)["unreadable"] == 1.0
+
+
+def test_the_resume_digest_of_a_task_is_that_of_its_rows(
+    gym: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def digest(address: str) -> str:
+        settings = [f"data.train_files='{address}'", "actor_rollout_ref.model.path=some/model"]
+        return digest_sources(load(settings)[0].config)[DATA]
+
+    first = digest("reasoning_gym://sums?size=2&seed=5")
+    assert digest("reasoning_gym://sums?size=2&seed=5") == first
+    assert digest("reasoning_gym://sums?size=2&seed=6") != first
+    monkeypatch.setattr(metadata, "version", lambda _: "0.1.26")
+    assert digest("reasoning_gym://sums?size=2&seed=5") == first, "another version that makes the same rows"
 
 
 def test_the_settings_of_the_example_are_valid() -> None:
