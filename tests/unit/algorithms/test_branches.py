@@ -184,3 +184,23 @@ def test_the_gradient_of_a_bandit_with_optional_stopping_is_the_analytic_one(bra
         gain = aggregate(values, batch.mask, batch.offsets, "seq-mean-token-sum", totals, branches=weights)
         expected += (first * second).detach() * torch.autograd.grad(gain, logits)[0]
     assert expected.tolist() == pytest.approx(exact.tolist(), abs=1e-7)
+
+
+def test_a_repeated_branch_changes_no_advantage_of_gigpo() -> None:
+    def estimate(samples: list[Sample]) -> list[list[float]]:
+        batch, inputs = make_inputs(samples)
+        starts = batch.offsets.tolist()
+        turns = [  # the first turn is in the state of others, and earns nothing; the second one earns some of the score
+            (start + at, index, 0.2 * index, index + sample.index * (index > 0))
+            for start, sample in zip(starts, samples, strict=False)
+            for at, index, _, _ in sample.turns
+        ]
+        advantages = ESTIMATORS["gigpo"](replace(inputs, turns=torch.tensor(turns).double()))
+        assert isinstance(advantages, torch.Tensor)
+        return [each.tolist() for each in advantages.split(batch.lengths.tolist())]
+
+    samples = make_group(1)
+    once = estimate(samples)
+    assert len({*once[0], 0.0}) == 3, "the turns of an episode have different advantages"
+    for ours, expected in zip(estimate(repeat_sample(samples, 3)), once[:1] * 3 + once[1:], strict=True):
+        assert ours == pytest.approx(expected)

@@ -217,3 +217,23 @@ def test_the_gradient_of_the_unbiased_kl_is_that_of_the_exact_kl_also_off_policy
     kl = objective._kl(SimpleNamespace(logprobs=lp), batch, make_loss_inputs(lp, batch))
     expected = torch.autograd.grad((lp_old.exp() * kl).sum(), logits)[0]  # over tokens that the old policy samples
     assert expected.tolist() == pytest.approx(exact.tolist(), abs=1e-9)
+
+
+def test_rejected_tokens_do_not_make_a_response_off_policy():
+    output, batch, totals = example()
+    batch.advantages = -torch.ones(11).double()
+    lag = torch.tensor([0, 0, 9, 0, 0, 9, 0, 0, 1, 1, 1]).double()
+    batch.old_logprobs = output.logprobs.detach()
+    batch.rollout_logprobs = batch.old_logprobs + lag
+    objective = PolicyObjective(AlgorithmSettings(loss_options=LossOptions(off_policy_mask_threshold=0.5)))
+
+    def list_trained():
+        output.logprobs.grad = None
+        loss, metrics = objective(output, batch, totals)
+        loss.backward()
+        assert torch.isfinite(loss)
+        return output.logprobs.grad.nonzero().flatten().tolist(), float(metrics["actor/off_policy_dropped"])
+
+    assert list_trained() == ([], pytest.approx(7 / 7)), "each response has a mean above 0.5"
+    batch.mask = batch.mask & (lag < 9)  # as rejection does: it leaves the first response 2 tokens, the second none
+    assert list_trained() == ([1, 3], pytest.approx(3 / 7))
