@@ -19,10 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from itertools import islice
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from verl.types import Completion
+from typing import Any
 
 
 def list_some(items: Collection[str], limit: int = 3, separator: str = "; ") -> str:
@@ -86,7 +83,7 @@ class ProcessLostError(EngineError):
     `partial` is the `Completion` so far of a request to generate, which another engine can continue; None: nothing.
     """
 
-    partial: Completion | None = None
+    partial: Any = None
 
 
 class WorkerTimeoutError(ProcessLostError):
