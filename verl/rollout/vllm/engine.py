@@ -63,7 +63,12 @@ class VllmEngine:
         with map_engine_errors():
             queue = await self._add(token_ids, _sampling(sampling))
             await self._resume()
-            return self._completion(await self._result(queue), sampling)
+        try:
+            with map_engine_errors():
+                return self._completion(await self._result(queue), sampling)
+        except ProcessLostError as error:
+            error.partial = self._read_partial(queue, sampling)
+            raise
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         """Enqueue under a pause and with empty caches: vLLM then schedules the same batches each time."""
@@ -221,6 +226,8 @@ class VllmEngine:
         return await self._llm.add_request(name, prompt, params, lora_request=self._adapter, priority=priority)
 
     def _completion(self, final: Any, sampling: SamplingParams) -> Completion:
+        if (reason := final.outputs[0].finish_reason) not in ("stop", "length"):
+            raise EngineError(f"vLLM ended a request with {reason!r} instead of 'stop' or 'length'")
         completion = _completion(final, keep_sampling_mask=sampling.keep_sampling_mask)
         if self.settings.routed_experts:  # without them, the trainer would use its own unnoticed
             inputs = len(final.prompt_token_ids) + len(completion.token_ids) - 1
@@ -228,6 +235,16 @@ class VllmEngine:
             if rows < inputs:
                 raise EngineError(f"vLLM returned the experts of {rows} tokens instead of {inputs}")
         return completion
+
+    def _read_partial(self, queue: RequestOutputCollector, sampling: SamplingParams) -> Completion | None:
+        """Return what a request had generated when vLLM's process died; None if another engine cannot continue it."""
+        from vllm.v1.engine import FinishReason
+
+        state = self._llm.output_processor.request_states.get(queue.request_id)
+        if state is None or sampling.seed is not None or self.settings.routed_experts:
+            return None
+        output = state.make_request_output([], None, FinishReason.ABORT, None)
+        return _completion(output, keep_sampling_mask=sampling.keep_sampling_mask)
 
     async def _result(self, queue: RequestOutputCollector) -> Any:
         """Return the output of a request that yields only its last one; abort it if the caller is cancelled."""
@@ -272,8 +289,6 @@ def _sampling(sampling: SamplingParams, *, prompt_logprobs: int | None = None) -
 
 def _completion(final: Any, *, keep_sampling_mask: bool = False) -> Completion:
     output = final.outputs[0]
-    if output.finish_reason not in ("stop", "length"):
-        raise EngineError(f"vLLM ended a request with {output.finish_reason!r} instead of 'stop' or 'length'")
     tokens = list(output.token_ids)
     spans = output.weight_versions or []
     numbers = np.array([_parse_version(span.version) for span in spans], np.int32)
