@@ -172,7 +172,7 @@ def load_reward(
 
 
 def resolve_scorer(config: Config, data_source: str) -> str | None:
-    """Return the name of what scores these rows in a run, like `describe_scorer`, also if it is no function."""
+    """Return the name of what scores these rows in a run, like `describe_scorer`; it may not be a function."""
     from verl.config.features import uses_reward_function  # reward workers do not import the configuration
 
     model, function = config.reward.reward_model, config.reward.custom_reward_function

@@ -124,7 +124,7 @@ def _find_reward_problems(metrics: Numbers) -> Iterator[tuple[str, str]]:
 def _find_training_problems(metrics: Numbers) -> Iterator[tuple[str, str]]:
     yield from _find_idle_devices(metrics)
     gap = metrics.get("training/rollout_probs_diff_mean", 0.0)
-    if gap > 0.01 and not metrics.get("training/staleness"):  # of older weights it is expected
+    if gap > 0.01 and not metrics.get("training/staleness"):  # expected if responses are older
         yield (
             "mismatch",
             "trainer and rollout engine compute different probabilities: training/rollout_probs_diff_mean is "

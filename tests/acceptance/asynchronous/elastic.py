@@ -159,7 +159,7 @@ class SlotRun:
     def __init__(self) -> None:
         self.engines = [SlotEngine()]
         self.sent = self.replies = 0
-        self.slot_seconds = self.tokens = 0.0  # of engines that took requests
+        self.slot_seconds = self.tokens = 0.0  # while their engines took requests
 
     async def play(self) -> dict[str, Any]:
         supervisor = EngineSupervisor(self.engines, lambda event: None)

@@ -77,7 +77,7 @@ class EpisodeBuffer:
         self._unusable: list[Group] = []  # those of them that will not be trained
         self._dropped = 0  # the number of dropped prompts among the unusable groups
         self._changed = asyncio.Event()  # a group has finished or failed
-        self._error: BaseException | None = None  # of the first group that failed
+        self._error: BaseException | None = None  # the first group that failed raised it
         self._version = 0
         self._has_dropped = False
         self.metrics: dict[str, float] = {}
