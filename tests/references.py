@@ -37,6 +37,8 @@ class Response:
     importance: list[float] = field(default_factory=list)  # weights of rollout correction
     advantages: list[float] = field(default_factory=list)
     noise: list[float] = field(default_factory=list)  # one random number per token
+    index: int = 0  # of its episode in the group
+    order: float = 0.0  # a random number of the episode
     chosen: list[bool] = field(default_factory=list)
 
     def generated(self) -> list[int]:
@@ -583,9 +585,9 @@ def sppo(batch: Batch, n: Numbers) -> tuple[list[float], Rows]:
 def dpo_pairs(group: Sequence[Response]) -> list[tuple[Response, Response]]:
     """(better, worse): the best with the worst, the second best with the second worst, while their scores differ.
 
-    Ties are broken by noise; responses without generated tokens are not paired.
+    Ties are broken by the order of the episodes; responses without generated tokens are not paired.
     """
-    scored = sorted((x for x in group if x.length()), key=lambda x: math.fsum(x.noise))
+    scored = sorted((x for x in group if x.length()), key=lambda x: x.order)
     falling = sorted(scored, key=lambda x: -x.score)
     rising = sorted(scored, key=lambda x: x.score)
     return [(falling[k], rising[k]) for k in range(len(scored) // 2) if falling[k].score > rising[k].score]

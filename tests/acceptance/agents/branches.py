@@ -211,7 +211,8 @@ def list_cases(draw: random.Random, *, short: bool) -> list[Case]:
         Correction(reject=(Rejection("token", 0.7, 1.4), Rejection("seq_max_k2", 0.0, 0.15))),
         Correction(reject=(Rejection("sequence", 0.4, 2.5), Rejection("seq_mean_k3", 0.0, 0.05))),
     ]
-    return [
+    has_differed = Case("gigpo", "geo_mean", MODES[0], corrections[3], False, False, True, True)
+    return [has_differed] + [
         Case(
             estimator,
             loss,

@@ -82,7 +82,11 @@ def random_batch(draw: random.Random, smallest_group: int = 1) -> list[ref.Respo
             lambda: 0.1,
         ]
     )
-    return [random_response(draw, group, score(), greedy[group]) for group in groups]
+    indices = random.Random(str(groups)).sample(range(1000), len(groups))
+    return [
+        replace(random_response(draw, group, score(), greedy[group]), index=index)
+        for group, index in zip(groups, indices, strict=True)
+    ]
 
 
 def random_response(draw: random.Random, group: int, score: float, greedy: float) -> ref.Response:
@@ -207,6 +211,7 @@ def episodes_of(
         sum_pi_squared=flat(batch, "squares"),
         importance=flat(batch, "importance"),
         turns=lay_turns(batch),
+        episodes=torch.tensor([x.index for x in batch], dtype=torch.int64),
         components={
             name: torch.tensor([x.components[name] for x in batch], dtype=torch.float64)
             for name in options.component_weights
@@ -372,6 +377,10 @@ def sequence_loss(name, reference):
 
 def dpo(draw: random.Random) -> float:
     batch, n = with_policies(draw, random_batch(draw)), random_numbers(draw)
+    orders = prepass.token_noise(
+        *(torch.tensor(names) for names in zip(*((x.group, x.index) for x in batch), strict=True))
+    )
+    batch = [replace(x, order=order) for x, order in zip(batch, orders.tolist(), strict=True)]
     value, gradient = ref.dpo(batch, n)
     ones = [[1.0] * len(x.mask) for x in batch]
     objective = PolicyObjective(AlgorithmSettings(loss_mode="dpo", loss_options=options_of(n)))

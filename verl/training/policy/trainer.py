@@ -88,7 +88,7 @@ class PolicyTrainer:
             is_whole = torch.tensor([sample.finish_reason != "length" for sample in samples], dtype=torch.bool)
             batch = batch.with_(mask=batch.mask & is_whole[batch.segment_ids])
         batch, mismatch = self._correct_mismatch(batch)
-        self._batch = self._average_branches(batch)
+        self._batch = self._average_episodes(batch)
         return metrics | advantage_metrics | mismatch
 
     @span("update")
@@ -272,14 +272,12 @@ class PolicyTrainer:
             fields |= corrected
         return batch.with_(**fields), metrics
 
-    def _average_branches(self, batch: FlatBatch) -> FlatBatch:
-        """Average over all branches of an episode what a loss of whole sequences averages over a sequence."""
+    def _average_episodes(self, batch: FlatBatch) -> FlatBatch:
+        """Average over an episode, with all of its branches, what a loss of whole sequences averages."""
         mode, inputs = self.algorithm.loss_mode, replace(self._inputs, mask=batch.mask)
-        if batch.shares is None:
-            return batch
-        if batch.weights is not None:
+        if batch.shares is not None and batch.weights is not None:
             batch = batch.with_(weights=average_weights(batch.weights, mode, inputs.average_episodes))
-        if mode == "geo_mean" and batch.advantages is not None:
+        if mode == "geo_mean" and batch.advantages is not None:  # also for what depends on the sign of a token's own
             batch = batch.with_(advantages=inputs.average_episodes(batch.advantages))
         return batch
 
