@@ -119,6 +119,7 @@ class _Checkpoint:
     weights: float = 0.0
     data: dict[str, Any] | None = None
     trained: frozenset[int] = frozenset()  # positions
+    may_miss: frozenset[int] = frozenset()  # positions that were done, perhaps without samples
 
 
 _FAULTS = (
@@ -292,7 +293,9 @@ class _World:
         """Check that a checkpoint calls exactly those positions done that were trained, or cannot be."""
         done = {*range(state["position"]), *state.get("consumed", ())}
         wrong = {each for each in done ^ trained if each in trained or self.scenario.is_usable(each, self.seed)}
-        self.check(wrong <= self._may_miss, f"a checkpoint is wrong about the positions {sorted(wrong)}")
+        self.check(
+            wrong <= self._may_miss | self._saved.may_miss, f"a checkpoint is wrong about the positions {sorted(wrong)}"
+        )
 
     def _check_started(self, running: frozenset[int], trained: frozenset[int], version: int) -> None:
         """Check that every group that has started is trained, will not be trained, or runs; at the end none runs."""
@@ -511,7 +514,8 @@ class _World:
                 self.outcome.steps += 1
                 self.note(f"step {version} is done")
                 if version % scenario.save_every == 0:
-                    await self._save(_Checkpoint(version, self.model.weights, buffer.state(), trained))
+                    may_miss = self._saved.may_miss | self._may_miss
+                    await self._save(_Checkpoint(version, self.model.weights, buffer.state(), trained, may_miss))
         finally:
             await buffer.close()
 

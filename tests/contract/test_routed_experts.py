@@ -54,14 +54,17 @@ async def test_experts_are_the_trainers_own_with_a_cached_prefix_and_after_new_w
     trainer: FsdpEngine, engine: VllmEngine
 ) -> None:
     torch.manual_seed(0)
+    params = SamplingParams(8, seed=0)
     prompt = torch.randint(3, 64, (200,)).tolist()  # longer than a block of the cache
     prompts = [prompt, prompt, prompt[:170] + prompt[:40]]
     for version in range(2):
         await load_weights(engine, [*pack(trainer.weights(), max_bytes=1 << 20)], version)
         cached = []
         for tokens in prompts:
-            final = await engine._result(await engine._add(tokens, _sampling(SamplingParams(8, seed=0))))
-            completion = engine._completion(final)
+            queue = await engine._add(tokens, _sampling(params))
+            await engine._resume()
+            final = await engine._result(queue)
+            completion = engine._completion(final, params)
             cached.append(final.num_cached_tokens)
             assert completion.routed_experts is not None
             experts = torch.from_numpy(completion.routed_experts).to(torch.int16)

@@ -74,17 +74,13 @@ class HfEngine:
         self._new_weights |= dict(unpack(bucket.slots, torch.from_numpy(bucket.data.copy())))
 
     async def finish_weight_update(self, version: int) -> None:
-        async with self._lock:
-            weights, self._new_weights = self._new_weights, {}
-            expected = {name for name, _ in to_hf(self._model, self._model.named_parameters())}
-            if wrong := expected ^ weights.keys():
-                missing, unexpected = sorted(wrong & expected), sorted(wrong - expected)
-                raise WeightSyncError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
-            load_hf(self._model, weights.items())
-            self._model.to(self._device)  # wakes it
-            self._version = version
-        self._is_updating = False
-        self._may_generate.set()
+        try:
+            async with self._lock:
+                self._load(self._new_weights)
+                self._version = version
+        finally:  # an engine that has refused the weights still has its old ones
+            self._new_weights, self._is_updating = {}, False
+            self._may_generate.set()
 
     async def sleep(self) -> None:
         async with self._lock:
@@ -95,6 +91,14 @@ class HfEngine:
 
     async def close(self) -> None:
         """Nothing runs outside this process."""
+
+    def _load(self, weights: dict[str, Tensor]) -> None:
+        expected = {name for name, _ in to_hf(self._model, self._model.named_parameters())}
+        if wrong := expected ^ weights.keys():
+            missing, unexpected = sorted(wrong & expected), sorted(wrong - expected)
+            raise WeightSyncError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
+        load_hf(self._model, weights.items())
+        self._model.to(self._device)  # wakes it
 
     @torch.no_grad()
     def _compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:

@@ -11,7 +11,7 @@ Two parts:
   engines, from 1 to 3, every 20 seconds until the run ends. `verl audit` finds every prompt trained once and in time,
   no group lacks a response, and held-out accuracy at the end is within 0.05 of a run of as many steps with one engine.
 
-`--short`: 40 steps with engines of transformers, and no run to compare with.
+`--short`: 20 steps with engines of transformers, whose number changes every 10 seconds, and no run to compare with.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def main() -> None:
         folder = Path(directory)
         make_assets(folder)
         print(f"before reinforcement learning: {warm_up(folder)}", flush=True)
-        steps = options.steps or (40 if options.short else 160)
-        elastic = run_elastic(folder, steps, ["actor_rollout_ref.rollout.name=hf"] if options.short else [])
+        steps = options.steps or (20 if options.short else 160)
+        elastic = run_elastic(folder, steps, short=options.short)
         fixed = {} if options.short else run_fixed(folder, steps)
     is_simulated = simulated["busy"] >= LIMIT_BUSY and simulated["lost"] == 0
     is_real = not elastic["problems"] and elastic["joined"] >= 1 and elastic["left"] >= 1
@@ -223,11 +223,13 @@ def settings_of(folder: Path, steps: int, name: str) -> list[str]:
     ]
 
 
-def run_elastic(folder: Path, steps: int, more: Sequence[str]) -> dict[str, Any]:
+def run_elastic(folder: Path, steps: int, *, short: bool) -> dict[str, Any]:
     """Return what happened in a run whose number of engines changes until it ends."""
     run, ended = folder / "elastic", threading.Event()
-    changing = threading.Thread(target=change_engines, args=(run, ended), daemon=True)
+    period_s = PERIOD_S / 2 if short else PERIOD_S
+    changing = threading.Thread(target=change_engines, args=(run, ended, period_s), daemon=True)
     changing.start()
+    more = ["actor_rollout_ref.rollout.name=hf"] if short else []
     code, watch = train(*settings_of(folder, steps, "elastic"), *more, config=EXAMPLE, deadline_s=3600)
     ended.set()
     changing.join()
@@ -248,21 +250,21 @@ def run_elastic(folder: Path, steps: int, more: Sequence[str]) -> dict[str, Any]
     }
 
 
-def change_engines(run: Path, ended: threading.Event) -> None:
-    """Ask for another number of engines every 20 seconds, as a user would."""
+def change_engines(run: Path, ended: threading.Event, period_s: float) -> None:
+    """Ask for another number of engines again and again, as a user would."""
     numbers, steps = itertools.cycle([2, 1, 3, 2, 3, 1]), run / "metrics.jsonl"
     while not (steps.exists() and '"reward/mean"' in steps.read_text()):
         if ended.wait(1.0):
             return
     while not ended.is_set():
         command = [sys.executable, "-m", "verl", "scale", str(run), "--engines", str(next(numbers))]
-        done = subprocess.run([*command, "--wait", str(PERIOD_S)], capture_output=True, text=True)
+        done = subprocess.run([*command, "--wait", str(period_s)], capture_output=True, text=True)
         print("".join(f"    verl scale| {line}\n" for line in (done.stdout + done.stderr).splitlines()), end="")
         joined = sum(line.endswith(": joining") for line in done.stdout.splitlines())
         left = sum(line.endswith(": left") for line in done.stdout.splitlines())
         with (run / "scaled.jsonl").open("a") as record:
             record.write(json.dumps({"joined": joined, "left": left}) + "\n")
-        ended.wait(PERIOD_S)
+        ended.wait(period_s)
 
 
 def run_fixed(folder: Path, steps: int) -> dict[str, Any]:

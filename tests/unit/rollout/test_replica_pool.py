@@ -459,8 +459,8 @@ async def test_another_engine_continues_what_a_lost_one_has_generated() -> None:
     first, second = Interrupted(3), Interrupted(0)
     second._version = 1
     pool = ObservedPool(EngineView.of([first, second]))
-    while not first.requests:  # ties are broken at random
-        response = await pool.generate([1, 2], SamplingParams(max_tokens=10))
+    pool._replicas[0].tie_break = -1.0
+    response = await pool.generate([1, 2], SamplingParams(max_tokens=10))
     [asked] = first.requests
     assert asked[1].max_tokens == 10
     tokens, sampling = second.requests[-1]
@@ -473,8 +473,8 @@ async def test_another_engine_continues_what_a_lost_one_has_generated() -> None:
 async def test_a_response_with_a_seed_starts_again() -> None:
     first, second = Interrupted(3), Interrupted(0)
     pool = ObservedPool(EngineView.of([first, second]))
-    while not first.requests:
-        response = await pool.generate([1, 2], SamplingParams(max_tokens=10, seed=7))
+    pool._replicas[0].tie_break = -1.0
+    response = await pool.generate([1, 2], SamplingParams(max_tokens=10, seed=7))
     assert second.requests[-1] == ([1, 2], SamplingParams(max_tokens=10, seed=7))
     assert response.token_ids == (await FakeRolloutEngine().generate([1, 2], SamplingParams(10, seed=7))).token_ids
 
