@@ -16,7 +16,8 @@ from verl.agents.builtin_agents import Step
 
 LONG_S = 3600.0
 arrivals: Counter[str] = Counter()
-LATE: list[str] = []  # what was answered to an agent after its episode
+LATE: list[str] = []  # what was answered to an agent after its episode, or with a wrong key
+ENDED = threading.Event()  # the episode of agent_calls_after_the_end
 
 
 # ---- tools
@@ -277,7 +278,7 @@ async def agent_says_nothing(task: Any, model: Any) -> float:
 
 async def agent_calls_after_the_end(task: Any, model: Any) -> float:
     async def late() -> None:
-        await asyncio.sleep(3.0)  # the episode ends at once, on a busy machine a little later
+        await asyncio.to_thread(ENDED.wait)
         try:
             await model.chat(task.messages)
             LATE.append("answered")
