@@ -161,6 +161,16 @@ def get_run_ahead(config: Config) -> float:
     return min(staleness, 1 if wanted is None else wanted)
 
 
+def count_validation_prompts(config: Config) -> int | None:
+    """Return how many prompts are validated at once; None: all. Beside training, others need the engines, too."""
+    wanted, rollout = config.data.val_batch_size, config.actor_rollout_ref.rollout
+    if config.trainer.max_staleness == 0:
+        return wanted
+    for_training = config.data.train_batch_size * (1 + get_run_ahead(config)) * rollout.n
+    most = max(1, int(for_training * config.trainer.validation_share / rollout.val_kwargs.n))
+    return most if wanted is None else min(wanted, most)
+
+
 def count_policy_steps(config: Config, steps: int) -> int:
     """Return how many of the first `steps` steps of the run train the policy; trainer.critic_warmup delays it."""
     return max(0, steps - config.trainer.critic_warmup) if uses_critic(config) else steps

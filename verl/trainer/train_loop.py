@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from verl.errors import StorageError, TrainerLostError, WorkerTimeoutError
@@ -69,6 +71,8 @@ class TrainTask(Protocol):
         """Return whether the trained weights are certainly those of `version`, after a step that failed."""
 
 
+KeepWeights = Callable[[asyncio.Future[None]], None]
+"""Called with a validation: no weights are replaced before it is done."""
 T_co = TypeVar("T_co", bound=TrainTask, covariant=True)
 
 
@@ -85,11 +89,15 @@ class TrainLoop(Generic[T_co]):
         restarts: RestartTracker,
         version: int = 0,
         profiler: RunProfiler | None = None,
+        keep_weights: KeepWeights | None = None,
     ) -> None:
+        """With `keep_weights`, validations go on beside the next step; without, the step waits for them."""
         self.task, self.schedule, self.checkpointer, self.profiler = task, schedule, checkpointer, profiler
         self.tracker, self.console, self.restarts, self.version = tracker, console, restarts, version
         self._first = version  # the version that the run has started from
         self._state: dict[str, Any] | None = None  # state of the task before the step in progress
+        self._keep_weights = keep_weights
+        self._validation: asyncio.Future[None] | None = None
 
     async def fit(self, stop: StopController | None = None) -> None:
         """Run from the current version to the end of the schedule, or until `stop` says so.
@@ -110,6 +118,8 @@ class TrainLoop(Generic[T_co]):
                 if isinstance(error, StorageError):
                     await self._save_before_exit()
             raise
+        finally:
+            await self._cancel_validation()
 
     async def save(self) -> None:
         """Start a checkpoint of the current version; it is written in the background."""
@@ -121,15 +131,18 @@ class TrainLoop(Generic[T_co]):
         await self.task.begin(self.version)
         first, reason = self.version, self._stop_reason(stop)
         if reason is None and self.schedule.validate_first:
-            reason = await self._validate(stop)
+            await self._validate(stop, self.version)
+            reason = self._stop_reason(stop)
         stop.begin()
         while reason is None and self.version < self.schedule.total_steps:
             await self._step()
+            await self._finish_validation()
             await self.checkpointer.poll()
             stop.record_step()
             reason = self._stop_reason(stop)
             if reason is None and self.schedule.validates_at(self.version):
-                reason = await self._validate(stop)
+                await self._start_validation(stop)
+                reason = self._stop_reason(stop)
             if reason or self.schedule.saves_at(self.version):
                 await self.save()
         with self.console.stage("saving", is_logged=False):
@@ -156,19 +169,34 @@ class TrainLoop(Generic[T_co]):
         self.tracker.log(metrics | self.restarts.metrics(), self.version)
         self._advise(await self.task.diagnose(metrics, self.version))
 
-    async def _validate(self, stop: StopController) -> str | None:
-        """Validate, unless or until the run is asked to stop; return the reason to stop now, if any.
+    async def _start_validation(self, stop: StopController) -> None:
+        """Validate, if possible beside the next step. Otherwise a save that is due comes later, so that a resumed run
+        has validated the version it resumes from."""
+        self._validation = asyncio.ensure_future(self._validate(stop, self.version))
+        if self._keep_weights is None or self.version == self.schedule.total_steps:
+            await self._finish_validation()
+        else:
+            self._keep_weights(self._validation)
 
-        A save that is due comes after this, so that a resumed run has validated the version it resumes from.
-        """
-        if not await stop.run_unless_stopped(self._run_validation):
-            self.console.note(f"asked to stop: skipped the validation after step {self.version}")
-        return self._stop_reason(stop)
+    async def _validate(self, stop: StopController, version: int) -> None:
+        """Validate, unless or until the run is asked to stop."""
+        if not await stop.run_unless_stopped(partial(self._run_validation, version)):
+            self.console.note(f"asked to stop: skipped the validation after step {version}")
 
-    async def _run_validation(self) -> None:
-        if (validation := await self.task.validate(self.version)) is not None:
-            self.tracker.log(validation.metrics, self.version)
+    async def _run_validation(self, version: int) -> None:
+        if (validation := await self.task.validate(version)) is not None:
+            self.tracker.log(validation.metrics, version)
             self._advise(validation.advice)
+
+    async def _finish_validation(self) -> None:
+        if self._validation is not None:
+            await self._validation
+            self._validation = None
+
+    async def _cancel_validation(self) -> None:
+        if self._validation is not None:
+            self._validation.cancel()
+            await asyncio.gather(self._validation, return_exceptions=True)
 
     def _stop_reason(self, stop: StopController) -> str | None:
         is_done = self.version == self.schedule.total_steps

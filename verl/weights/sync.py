@@ -21,6 +21,7 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05, "fp8": 0.8}
 About twice what was measured for a real model of 135 million parameters: 0.1 in bfloat16; 0.45 with weights and
 activations rounded to FP8. A single projection with random weights makes 0.9 and more.
 """
+POLL_S = 1.0
 
 
 class Source(Protocol):
@@ -174,6 +175,16 @@ class WeightSync:
         self._version = -1
         self._expected: list[list[float]] | None = None  # the trainer's log-probs of the probe at the last sync
         self.outliers: list[int] = []  # engines that the last sync did not verify, unlike others: they are restarted
+        self._validation: asyncio.Future[Any] | None = None
+
+    def keep_version(self, validation: asyncio.Future[Any]) -> None:
+        """Keep the engines awake and at their version until a validation is done, unless all of them are lost."""
+        self._validation = validation
+
+    async def _wait_for_validation(self) -> None:
+        validation = self._validation
+        while validation and not validation.done() and self._receivers.active():  # lost ones return after a sync
+            await asyncio.wait([validation], timeout=POLL_S)
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
@@ -185,6 +196,7 @@ class WeightSync:
     async def free_devices(self) -> None:
         """Give the memory of the engines' devices to the trainer, where they share them, until the next sync."""
         if self._receivers.shares_devices:
+            await self._wait_for_validation()
             async with self._lock:
                 self._is_current.clear()  # `sync_one` would wake an engine
                 await self._receivers.free_devices()
@@ -195,6 +207,7 @@ class WeightSync:
         When it returns, no engine serves requests with older or unverified weights. Lost engines are restarted, and so
         are the `outliers`, which the probe does not verify.
         """
+        await self._wait_for_validation()
         async with self._lock:
             self._is_current.clear()
             self.outliers = []

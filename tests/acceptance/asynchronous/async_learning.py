@@ -4,8 +4,9 @@ make show-async-learning [ARGS="--seeds 3"]
 
 The settings of show-learning on two ranks and two vLLM engines, with three seeds each: the same number of steps of the
 same size, synchronous and with `trainer.max_staleness=4`, everything else at its defaults, so that importance weights
-are on. Held: held-out greedy accuracy at the end differs by no more than the seeds do (twice the standard error of the
-difference of the means, at least 0.03), and some responses were older than the weights that they trained.
+are on, and validations go on beside training. Held: held-out greedy accuracy at the end differs by no more than the
+seeds do (twice the standard error of the difference of the means, at least 0.03), some responses were older than the
+weights that they trained, and every validation that is due was done.
 
 `--short`: one seed and 20 steps; accuracy rises by 0.15, as in the short form of show-learning.
 """
@@ -25,6 +26,7 @@ from verl.demo.warmup import warm_up
 EXAMPLE = "examples/grpo/grpo_config.yaml"
 METRIC = "val/addition/mean@1"
 STALENESS = 4
+VALIDATIONS = 4
 
 
 def main() -> None:
@@ -49,14 +51,16 @@ def main() -> None:
                     f"trainer.max_staleness={staleness}",
                     f"trainer.seed={seed}",
                     f"trainer.total_training_steps={steps}",
-                    f"trainer.test_freq={steps}",
+                    f"trainer.test_freq={steps // VALIDATIONS}",
                     config=EXAMPLE,
                     deadline_s=1800,
                 )
                 if code != 0:
                     finish("async_learning", False, exit_code=code, staleness=staleness, seed=seed)
                 lines = metrics_of(folder / "run")
-                first, *_, last = (line[METRIC] for line in lines if METRIC in line)
+                first, *_, last = found = [line[METRIC] for line in lines if METRIC in line]
+                if len(found) != 1 + VALIDATIONS:
+                    finish("async_learning", False, validations=len(found), staleness=staleness, seed=seed)
                 accuracy[staleness].append(last)
                 ages += [
                     line.get("training/staleness_mean", 0.0) for line in lines if staleness and "reward/mean" in line

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from verl.config.batch_sizes import get_actor_batch_sizes, get_run_ahead
+from verl.config.batch_sizes import count_validation_prompts, get_actor_batch_sizes, get_run_ahead
 from verl.config.load import LoadedConfig, load, load_dict
 from verl.config.render import render
 from verl.config.schema import Config
@@ -94,6 +94,24 @@ def test_batch_steps_staleness_and_run_ahead_of_each_mode(settings: list[str], e
 def test_a_version_has_as_many_optimizer_steps_as_batches_and_updates() -> None:
     config = read(MINI, *FACTORS).config
     assert get_actor_batch_sizes(config).count_optimizer_steps(config.data.train_batch_size) == 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], None),
+        (["data.val_batch_size=7"], 7),
+        (["trainer.max_staleness=2"], 64 * 4),  # half of two batches of 4 responses
+        (["trainer.max_staleness=2", "actor_rollout_ref.rollout.val_kwargs.n=8"], 32),
+        (["trainer.max_staleness=2", "trainer.validation_share=0.25"], 128),
+        (["trainer.max_staleness=2", "trainer.validation_share=0.25", "data.val_batch_size=200"], 128),
+        (["trainer.max_staleness=2", "data.val_batch_size=7"], 7),
+        (["trainer.max_staleness=1", "actor_rollout_ref.rollout.val_kwargs.n=2000"], 1),
+    ],
+)
+def test_validation_beside_training_has_a_share_of_the_engines(settings: list[str], expected: int | None) -> None:
+    sizes = ["data.val_files=b.parquet", "data.train_batch_size=64", MINI, "actor_rollout_ref.rollout.n=4"]
+    assert count_validation_prompts(read(*sizes, *settings).config) == expected
 
 
 def test_what_was_resolved_resolves_to_itself() -> None:

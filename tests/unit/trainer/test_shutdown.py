@@ -290,6 +290,16 @@ async def test_a_signal_cancels_a_validation() -> None:
     ]
 
 
+async def test_a_signal_cancels_a_validation_beside_a_step() -> None:
+    around, stopping, clock = Recorder(), StopController(), Clock()
+    task = Stepping(around, clock, 1, stopping, signalled=4)
+    task.loop.schedule = LoopSchedule(1, 10, validate_every=4, validate_first=False)
+    task.loop._keep_weights = lambda validation: None
+    await task.loop.fit(stopping)
+    assert (around.saves, task.validated, task.loop.version) == ([5], [], 5)
+    assert around.notes[0] == "asked to stop: skipped the validation after step 4"
+
+
 async def test_the_time_of_a_validation_counts_toward_the_time_limit() -> None:
     around, clock = Recorder(), Clock()
     stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)

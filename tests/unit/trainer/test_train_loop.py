@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +74,68 @@ async def run(task: Failing, save_every: int | None) -> list[tuple[int, Any]]:
     with pytest.raises(type(task._error)):
         await loop.fit()
     return saves.saved
+
+
+class Validating(Failing):
+    """A task with validations, whose sixth step fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__(StorageError("full"))
+        self.events: list[str] = []
+        self._error_of_validation = error
+        self.validation: asyncio.Future[None] | None = None
+
+    async def validate(self, version: int) -> None:
+        self.events.append(f"validates {version}")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        if self._error_of_validation:
+            raise self._error_of_validation
+        self.events.append(f"validated {version}")
+
+    async def step(self, version: int) -> Any:
+        self.events.append(f"trains {version}")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if version == 5:
+            await super().step(2)
+        if self.validation:
+            await asyncio.wait([self.validation])
+        self.events.append(f"syncs {version + 1}")
+        return {}
+
+
+def make_validating(task: Validating, *, total: int, every: int) -> TrainLoop[Validating]:
+    seen: Any = SimpleNamespace(log=lambda *_: None)
+    schedule, saves, console = (
+        LoopSchedule(1, total, validate_every=every, validate_first=False),
+        Saves(),
+        RecordingConsole(),
+    )
+    keep = partial(setattr, task, "validation")
+    return TrainLoop(task, schedule, saves, seen, console, RestartTracker(console), keep_weights=keep)  # type: ignore[arg-type]
+
+
+async def test_a_validation_goes_on_beside_the_next_step_until_that_replaces_the_weights() -> None:
+    await make_validating(task := Validating(), total=4, every=2).fit()
+    beside = ["trains 2", "validates 2", "validated 2", "syncs 3"]
+    last = ["trains 3", "syncs 4", "validates 4", "validated 4"]
+    assert task.events == ["trains 0", "syncs 1", "trains 1", "syncs 2", *beside, *last]
+
+
+async def test_the_error_of_a_validation_beside_a_step_ends_the_run_after_the_step() -> None:
+    loop = make_validating(Validating(RewardError("no score")), total=3, every=1)
+    with pytest.raises(RewardError, match="no score"):
+        await loop.fit()
+    assert loop.version == 2
+
+
+async def test_a_step_that_fails_ends_the_validation_beside_it() -> None:
+    loop = make_validating(task := Validating(), total=10, every=5)
+    with pytest.raises(StorageError):
+        await loop.fit()
+    assert task.events[-2:] == ["trains 5", "validates 5"]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_a_run_saves_before_it_ends_because_the_object_store_is_full() -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from verl.errors import DivergenceError, ProcessLostError, TrainerLostError, WeightSyncError
+from verl.errors import DivergenceError, EngineError, ProcessLostError, TrainerLostError, WeightSyncError
 from verl.rollout.engine import load_weights
 from verl.weights.sync import DeviceTransport, HostTransport, Probe, Transport, WeightSync, compare_logprobs
 
@@ -58,6 +58,8 @@ class Engine(Model):
 class StaticReceivers:
     """A fixed set of receivers; losing one is an error."""
 
+    shares_devices = True
+
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = dict(enumerate(engines))
 
@@ -76,6 +78,7 @@ class StaticReceivers:
     def mark_synced(self, engine_id: int) -> None: ...
     async def mark_ready(self, engine_id: int, version: int) -> None: ...
     async def wait_for_stale_exit(self) -> None: ...
+    async def free_devices(self) -> None: ...
     def allow_starts(self) -> None: ...
 
 
@@ -276,3 +279,35 @@ async def test_the_next_bucket_is_requested_when_all_engines_have_loaded_the_las
 
     await HostTransport().send(Packing(), [Slow(), Slow()], 0)
     assert order == ["packed 1.0", *["loaded 1.0"] * 2, "packed 2.0", *["loaded 2.0"] * 2]
+
+
+async def test_engines_stay_awake_and_at_their_version_during_a_validation() -> None:
+    weight_sync = make_sync(Model(), engines := [Engine(), Engine()], HostTransport())
+    await weight_sync.sync(0)
+    for replace in (weight_sync.free_devices, lambda: weight_sync.sync(1)):
+        validation = asyncio.get_running_loop().create_future()
+        weight_sync.keep_version(validation)
+        replacing = asyncio.ensure_future(replace())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not replacing.done()
+        assert [await engine.version() for engine in engines] == [0, 0]
+        validation.set_exception(EngineError("the loop raises it, and nobody else"))
+        await replacing
+        assert validation.exception() is not None
+    assert [await engine.version() for engine in engines] == [1, 1]
+
+
+async def test_engines_that_are_all_lost_get_new_weights_during_a_validation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a sync they would never return."""
+    monkeypatch.setattr("verl.weights.sync.POLL_S", 0.001)
+    receivers = Recording([Engine()])
+    weight_sync = WeightSync(Model(), receivers, HostTransport(), PROBE)
+    await weight_sync.sync(0)
+    weight_sync.keep_version(asyncio.get_running_loop().create_future())
+    syncing = asyncio.ensure_future(weight_sync.sync(1))
+    await asyncio.sleep(0)
+    receivers.mark_lost(0, ProcessLostError("gone"))
+    assert "weights/probe_gap" not in await syncing, "nobody was there to probe"

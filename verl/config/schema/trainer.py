@@ -172,6 +172,8 @@ class TrainerConfig(RunConfig):
     """Weight of the policy in an update of the reference; 1: copy the policy; below 1: moving average (EMA)."""
     max_staleness: int = setting(0, unit="versions", ge=0)
     """Maximum weight versions that a response may lag; 0: synchronous."""
+    validation_share: float = setting(0.5, gt=0, le=1, only_if=unless(".max_staleness", 0))
+    """Responses of a validation at once, as a share of those generated for training: both share the engines."""
     v1: TrainerModeConfig = section(TrainerModeConfig, "Names of launch scripts for the settings of asynchronous runs.")
     deterministic: bool = setting(False)
     """Bitwise reproducible: seeded responses, fixed batches; on GPUs deterministic kernels of torch and vLLM."""

@@ -16,6 +16,7 @@ from verl.config.batch_sizes import (
     count_rollout_devices,
     count_total_steps,
     count_train_ranks,
+    count_validation_prompts,
     get_max_sequence_tokens,
     get_run_ahead,
 )
@@ -155,7 +156,8 @@ class RLBuilder(RunBuilder[Config]):
             await self.build_throughput(policy),
             self.open_record("trained", version),
         )
-        return self.build_loop(trainer, policy, schedule, version)
+        keep_weights = trainer.weights.keep_version if self.config.trainer.max_staleness > 0 else None
+        return self.build_loop(trainer, policy, schedule, version, keep_weights)
 
     async def build_throughput(self, policy: PolicyGroup) -> Throughput:
         devices, config = self.pool.count, self.config
@@ -262,7 +264,7 @@ class RLBuilder(RunBuilder[Config]):
         return Evaluator(
             episodes.run_validation,
             data.val_sources,
-            batch=self.config.data.val_batch_size,
+            batch=count_validation_prompts(self.config),
             preview=partial(episodes.preview, "val"),
         )
 

@@ -31,7 +31,7 @@ from verl.trainer.build.worker_settings import timeouts
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 from verl.trainer.profiling import build_profiler, nsys_options
 from verl.trainer.restarts import RestartTracker
-from verl.trainer.train_loop import LoopSchedule, TrainLoop, TrainTask
+from verl.trainer.train_loop import KeepWeights, LoopSchedule, TrainLoop, TrainTask
 from verl.workers.train_base import RankGroup
 
 C = TypeVar("C", Config, SftConfig)
@@ -195,14 +195,26 @@ class RunBuilder(Generic[C]):
         self._closing.callback(record.close)
         return record
 
-    def build_loop(self, task: T, workers: RankGroup, schedule: LoopSchedule, version: int) -> TrainLoop[T]:
+    def build_loop(
+        self, task: T, workers: RankGroup, schedule: LoopSchedule, version: int, keep_weights: KeepWeights | None = None
+    ) -> TrainLoop[T]:
         checkpointer = build_checkpointer(
             self.config, workers, self.console, self.restarts.run_id, sources=self._sources
         )
         profiler = build_profiler(self.config, workers, self.console)
         ending = self.console.stage("ending the processes", is_logged=False)
         self._closing.callback(self._closing_stage.enter_context, ending)  # closing begins with this
-        return TrainLoop(task, schedule, checkpointer, self.tracker, self.console, self.restarts, version, profiler)
+        return TrainLoop(
+            task,
+            schedule,
+            checkpointer,
+            self.tracker,
+            self.console,
+            self.restarts,
+            version=version,
+            profiler=profiler,
+            keep_weights=keep_weights,
+        )
 
     def note(self, lines: Iterable[str]) -> None:
         for line in lines:
