@@ -23,7 +23,7 @@ from _common import finish, metrics_of, short_grpo, train  # isort: skip - puts 
 from _plots import draw_bars
 from simulated_slots import Figures, SlotRun, Workload
 
-SHARES = (0.25, 0.4, 0.5, 0.6, 0.75, 0.9)  # of the devices, for generation
+SHARES = (0.125, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)  # of the devices, for generation
 TRAINING = (0.0, 0.1, 0.25, 0.5)  # share of the synchronous step
 STALENESS = (1, 2, 4, 8)
 LIMIT = 2.5  # at S=4, with free training
