@@ -7,6 +7,7 @@ The rest is checked later: packed sequences are compared with the model's own fo
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ from verl.models.model_folder import read_config, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+making_model = threading.Lock()
+"""Held while transformers makes a model: meanwhile the default data type of all threads is that of the model."""
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 VERIFIED = {

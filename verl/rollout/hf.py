@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.errors import WeightSyncError
-from verl.models.model_support import attention_for
+from verl.models.model_support import attention_for, making_model
 from verl.rollout.settings import RolloutEngineSettings
 from verl.types import Completion, SamplingParams
 from verl.weights.bucket import SharedBucket, WeightBucket, load_hf, to_hf, unpack
@@ -40,10 +40,11 @@ class HfEngine:
             "trust_remote_code": self._trust,
         }
         model: Any
-        if self._reads_weights:
-            model = AutoModelForCausalLM.from_pretrained(self._path, config=config, **options)
-        else:
-            model = AutoModelForCausalLM.from_config(config, **options)
+        with making_model:
+            if self._reads_weights:
+                model = AutoModelForCausalLM.from_pretrained(self._path, config=config, **options)
+            else:
+                model = AutoModelForCausalLM.from_config(config, **options)
         self._model = model.to(self._device).eval()
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:

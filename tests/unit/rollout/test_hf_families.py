@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import FAMILIES, WINDOW, save_family, tiny_family
+from tiny import FAMILIES, WINDOW, load_packed, save_family, tiny_family
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from verl.models.model_support import making_model
 from verl.rewards.models.hf import HfRewardModel
 from verl.rewards.settings import RewardModelSettings
 from verl.rollout.engine import load_weights
@@ -51,3 +52,23 @@ async def test_a_reward_model_scores_by_its_own_attention(tmp_path: Path) -> Non
     [score] = await model.score([TOKENS])
     await model.close()
     assert score == pytest.approx(expected, abs=1e-4)
+
+
+async def test_one_model_is_made_at_a_time_because_torch_has_one_default_data_type_for_all_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model = AutoModelForSequenceClassification.from_config(tiny_family("Gemma 2", num_labels=1))
+    tiny_model.save_pretrained(tmp_path / "rewards")
+    path = save_family("Qwen2", tmp_path / "policy")
+    was_alone: list[bool] = []
+    monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: was_alone.append(making_model.locked()))
+    model = HfRewardModel(RewardModelSettings("", str(tmp_path / "rewards"), batch=4, deadline_s=60))
+    for make in (model.start, HfEngine(RolloutEngineSettings(path, load_format="auto")).start):
+        await make()
+        assert was_alone, "transformers sets the data type in another way"
+        assert all(was_alone)
+        was_alone.clear()
+    load_packed(path)
+    assert was_alone
+    assert all(was_alone)
+    await model.close()

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from verl.errors import ConfigError
 from verl.models.hub import local_path
 from verl.models.model_safety import PICKLED, model_problems
-from verl.models.model_support import attention_for
+from verl.models.model_support import attention_for, making_model
 from verl.rewards.models.interface import SETTING, check_tokens
 from verl.rewards.settings import RewardModelSettings
 
@@ -49,14 +49,15 @@ class HfRewardModel:
     def _load(self) -> None:
         config = read_config(self._path, trust=self._trust)
         try:
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                self._path,
-                config=config,
-                dtype=getattr(torch, self._dtype),
-                attn_implementation=attention_for(config),
-                trust_remote_code=self._trust,
-                output_loading_info=True,
-            )
+            with making_model:
+                model, info = AutoModelForSequenceClassification.from_pretrained(
+                    self._path,
+                    config=config,
+                    dtype=getattr(torch, self._dtype),
+                    attn_implementation=attention_for(config),
+                    trust_remote_code=self._trust,
+                    output_loading_info=True,
+                )
         except pickle.UnpicklingError as error:
             raise ConfigError([f"{SETTING}.model_path={self._path}: {PICKLED}"]) from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -26,7 +26,7 @@ from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.models.hub import local_path
 from verl.models.model_safety import PICKLED, model_problems
-from verl.models.model_support import LAYER_TYPES, MODEL_ATTENTION
+from verl.models.model_support import LAYER_TYPES, MODEL_ATTENTION, making_model
 from verl.training.fsdp.lora import add_adapter
 from verl.training.fsdp.model import PackedCausalLM, PackedModel, PackedValueModel, ScoredBackbone
 from verl.training.fsdp.sharded_loading import (
@@ -64,7 +64,8 @@ def load_model(
         raise EngineError(problem)
     register_attention()
     disable_progress_bar()
-    hf, sources, note = _open(settings)
+    with making_model:
+        hf, sources, note = _open(settings)
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
