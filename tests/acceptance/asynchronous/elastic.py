@@ -11,7 +11,8 @@ Two parts:
   engines, from 1 to 3, every 20 seconds until the run ends. `verl audit` finds every prompt trained once and in time,
   no group lacks a response, and held-out accuracy at the end is within 0.05 of a run of as many steps with one engine.
 
-`--short`: 20 steps with engines of transformers, whose number changes every 10 seconds, and no run to compare with.
+`--short`: 12 small steps with engines of transformers, whose number changes every 10 seconds, and no run to compare
+with.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main() -> None:
         folder = Path(directory)
         make_assets(folder)
         print(f"before reinforcement learning: {warm_up(folder)}", flush=True)
-        steps = options.steps or (20 if options.short else 160)
+        steps = options.steps or (12 if options.short else 160)
         elastic = run_elastic(folder, steps, short=options.short)
         fixed = {} if options.short else run_fixed(folder, steps)
     is_simulated = simulated["busy"] >= LIMIT_BUSY and simulated["lost"] == 0
@@ -209,10 +210,11 @@ class SlotRun:
             self.slot_seconds += len(ready) * SLOTS * POLL_S
 
 
-def settings_of(folder: Path, steps: int, name: str) -> list[str]:
+def settings_of(folder: Path, steps: int, name: str, prompts: int = 64) -> list[str]:
     return [
         *sized_for_addition(folder),
-        "data.train_batch_size=64",
+        f"data.train_batch_size={prompts}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
         "actor_rollout_ref.actor.optim.lr=3e-4",
         "actor_rollout_ref.rollout.num_engines=1",
         "trainer.max_staleness=2",
@@ -229,14 +231,14 @@ def run_elastic(folder: Path, steps: int, *, short: bool) -> dict[str, Any]:
     period_s = PERIOD_S / 2 if short else PERIOD_S
     changing = threading.Thread(target=change_engines, args=(run, ended, period_s), daemon=True)
     changing.start()
-    more = ["actor_rollout_ref.rollout.name=hf"] if short else []
-    code, watch = train(*settings_of(folder, steps, "elastic"), *more, config=EXAMPLE, deadline_s=3600)
+    prompts, more = (16, ["actor_rollout_ref.rollout.name=hf"]) if short else (64, [])
+    code, watch = train(*settings_of(folder, steps, "elastic", prompts), *more, config=EXAMPLE, deadline_s=3600)
     ended.set()
     changing.join()
     lines = metrics_of(run)
     audit = audit_run(run)
     problems = [*audit.problems, *([f"exit code {code}"] if code else [])]
-    if audit.trained != steps * 64 or audit.unscored:
+    if audit.trained != steps * prompts or audit.unscored:
         problems.append(f"{audit.trained} prompts were trained, {audit.unscored} of them without a response")
     states = [json.loads(line) for line in (run / "scaled.jsonl").read_text().splitlines()]
     return {
