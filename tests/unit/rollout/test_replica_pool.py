@@ -497,3 +497,28 @@ def test_a_response_of_which_only_the_end_was_lost_is_not_continued(sampling: Sa
 
     response = asyncio.run(run())
     assert (response.token_ids, response.finish_reason) == ([5, 4, 0], reason)
+
+
+async def test_a_continued_response_has_the_kept_ids_of_all_its_tokens() -> None:
+    class Masked(Engine):
+        def __init__(self, *, dies: bool) -> None:
+            super().__init__()
+            self.dies = dies
+
+        async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+            tokens = list(range(len(token_ids), len(token_ids) + (2 if self.dies else sampling.max_tokens)))
+            logprobs, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
+            kept = np.array([[token, token + 1] for token in tokens], np.int32)
+            completion = Completion(tokens, logprobs, versions, "length", kept_ids=kept)
+            if not self.dies:
+                return completion
+            error = ProcessLostError("killed")
+            error.partial = completion
+            raise error
+
+    response = PartialResponse([1], SamplingParams(5, top_k=1, keep_sampling_mask=True))
+    with pytest.raises(ProcessLostError):
+        await response.complete(Masked(dies=True), 0)
+    whole = await response.complete(Masked(dies=False), 1)
+    assert whole.kept_ids is not None
+    assert whole.kept_ids[:, 0].tolist() == whole.token_ids == [1, 2, 3, 4, 5]
