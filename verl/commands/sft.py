@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from verl.commands.arguments import SETTINGS_HELP
 from verl.config.batch_sizes import render_sizes
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     return run_all(points, _train)
 
 
-async def _train(config: SftConfig, console: Console) -> int:
+async def _train(config: SftConfig, console: Console, *, origins: Mapping[str, str]) -> int:
     from verl.sft.builder import build_sft_trainer
     from verl.sft.data import check_sft_run
     from verl.trainer.launcher import run
@@ -44,4 +44,8 @@ async def _train(config: SftConfig, console: Console) -> int:
     with console.stage("checking model and data", is_logged=False):
         check_sft_run(config)
     console.banner(render_sizes(config), title="sizes of a step")
-    return await run(config, console, lambda config, restarts: build_sft_trainer(config, console, restarts=restarts))
+    return await run(
+        config,
+        console,
+        lambda config, restarts: build_sft_trainer(config, console, restarts=restarts, origins=origins),
+    )

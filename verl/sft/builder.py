@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,11 +29,18 @@ from verl.workers.train_base import RankSettings
 
 @asynccontextmanager
 async def build_sft_trainer(
-    config: SftConfig, console: Console, *, restarts: RestartTracker | None = None
+    config: SftConfig,
+    console: Console,
+    *,
+    restarts: RestartTracker | None = None,
+    origins: Mapping[str, str] | None = None,
 ) -> AsyncIterator[TrainLoop[SFTTrainer]]:
-    """Start the processes of a run and resume it if it has a checkpoint; on exit, end the processes."""
+    """Start the processes of a run and resume it if it has a checkpoint; on exit, end the processes.
+
+    `origins` say where the given settings come from.
+    """
     async with AsyncExitStack() as closing:
-        yield await SFTBuilder(config, console, restarts or RestartTracker(console), closing).build()
+        yield await SFTBuilder(config, console, restarts or RestartTracker(console), closing, origins).build()
 
 
 class SFTBuilder(RunBuilder[SftConfig]):

@@ -91,6 +91,8 @@ class Console:
         self._step_times: deque[float] = deque(maxlen=_RECENT)
         self._stages: list[_Stage] = []
         self._live: Live | None = None
+        self._unreported: list[str] = []
+        self._report: Callable[[str], None] = self._unreported.append
         self.is_animated = self._out.is_terminal
 
     @contextmanager
@@ -166,7 +168,21 @@ class Console:
         self._write(line)
 
     def advice(self, text: str) -> None:
-        self._write(Text("  ! ", style="bold yellow").append(redact(text), style="yellow"))
+        text = redact(text)
+        self._write(Text("  ! ", style="bold yellow").append(text, style="yellow"))
+        self._report(text)
+
+    @contextmanager
+    def report_advice(self, report: Callable[[str], None]) -> Iterator[None]:
+        """Call `report` with every advice of the block, and with those before it that were not reported."""
+        before, self._report = self._unreported, report
+        self._unreported = []
+        for text in before:
+            report(text)
+        try:
+            yield
+        finally:
+            self._report = self._unreported.append
 
     def note(self, text: str) -> None:
         self._write(Text(redact(text)))

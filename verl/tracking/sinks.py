@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,9 @@ from verl.tracking.buffered_sink import BufferedSink
 from verl.tracking.console import Console
 from verl.tracking.services import open_mlflow, open_swanlab, open_trackio, open_wandb
 from verl.tracking.sink import FunctionSink, RunInfo, Sink
+
+KEEP_ALL = sys.maxsize
+"""The `resumed_step` with which no line of a record is dropped."""
 
 
 class ConsoleSink:
@@ -130,7 +134,10 @@ def open_sinks(names: Sequence[str], run: RunInfo, console: Console | None = Non
 
 
 def open_record(name: str, folder: Path, resumed_step: int | None, console: Console) -> BufferedSink:
-    """Open NAME.jsonl in the run's folder, for records whose values may be lists."""
+    """Open NAME.jsonl in the run's folder, for records whose values may also be text, lists and dictionaries.
+
+    With `resumed_step=KEEP_ALL`, a resumed run keeps all lines.
+    """
     path, fix = (
         folder / f"{name}.jsonl",
         f"Check that {folder} is writable, and free space on its disk (df -h {folder}).",
@@ -138,7 +145,7 @@ def open_record(name: str, folder: Path, resumed_step: int | None, console: Cons
     return BufferedSink(lambda: JsonlSink(folder, resumed_step, name), str(path), fix, console)
 
 
-def _truncate_after(path: Path, step: int | None) -> None:
+def _truncate_after(path: Path, step: float | None) -> None:
     """Atomically rewrite the file without lines that are unreadable or later than `step`."""
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_kept(line, step)]
     temporary = path.with_suffix(".jsonl.tmp")
@@ -146,7 +153,7 @@ def _truncate_after(path: Path, step: int | None) -> None:
     os.replace(temporary, path)
 
 
-def _is_kept(line: str, step: int | None) -> bool:
+def _is_kept(line: str, step: float | None) -> bool:
     try:
         record = json.loads(line)
     except json.JSONDecodeError:  # the process died while it wrote this line
@@ -155,7 +162,7 @@ def _is_kept(line: str, step: int | None) -> bool:
 
 
 def _jsonable(value: Any) -> Any:
-    if isinstance(value, list | int):
+    if isinstance(value, str | list | dict | int):
         return value
     value = float(value)
     if math.isfinite(value):

@@ -171,7 +171,7 @@ class _Trainer:
         reward = self.reward if callable(self.reward) else None
         resume = f'folder="{folder}" and TrainingConfig(settings={{"trainer.resume_mode": "auto"}})'
         try:
-            code = _run_to_end(train(loaded.config, console, reward))
+            code = _run_to_end(train(loaded.config, console, reward, origins=loaded.origins))
         except KeyboardInterrupt:
             console.note(describe_stop(folder, resume))
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -30,10 +30,17 @@ Build: TypeAlias = Callable[[C, RestartTracker], AbstractAsyncContextManager[Tra
 _GC_THRESHOLDS = (100_000, 50, 100)  # Python's own are (700, 10, 10)
 
 
-async def train(config: Config, console: Console, reward: Callable[..., Any] | None = None) -> int:
+async def train(
+    config: Config,
+    console: Console,
+    reward: Callable[..., Any] | None = None,
+    *,
+    origins: Mapping[str, str] | None = None,
+) -> int:
     """Train with reinforcement learning; return the exit code.
 
-    `reward` is a function object, instead of the path of its file in the settings.
+    `reward` is a function object, instead of the path of its file in the settings. `origins` say where the given
+    settings come from.
     """
     from verl.trainer.build.preflight import check_rl_run
     from verl.trainer.build.rl_builder import build_trainer  # imports Ray, after the settings have been checked
@@ -42,7 +49,9 @@ async def train(config: Config, console: Console, reward: Callable[..., Any] | N
         await check_rl_run(config, reward)
     console.banner(render_sizes(config), title="sizes of a step")
     return await run(
-        config, console, lambda config, restarts: build_trainer(config, console, restarts=restarts, reward=reward)
+        config,
+        console,
+        lambda config, restarts: build_trainer(config, console, restarts=restarts, reward=reward, origins=origins),
     )
 
 
@@ -112,8 +121,11 @@ def rare_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run_all(points: Sequence[LoadedConfig[C]], train: Callable[[C, Console], Coroutine[Any, Any, int]]) -> int:
-    """Run every point of a sweep (one without `-m`), one after another; return the exit code."""
+def run_all(points: Sequence[LoadedConfig[C]], train: Callable[..., Coroutine[Any, Any, int]]) -> int:
+    """Run every point of a sweep (one without `-m`), one after another; return the exit code.
+
+    `train` is called with the settings, a console, and the `origins` of the settings.
+    """
     for loaded in points:
         console = Console()
         console.hints(loaded.hints)
@@ -121,7 +133,7 @@ def run_all(points: Sequence[LoadedConfig[C]], train: Callable[[C, Console], Cor
             console.note(f"sweep: {' '.join(loaded.sweep)}")
         config = with_free_folder(with_sweep_folder(loaded), console.note)
         try:
-            code = asyncio.run(train(config, console))
+            code = asyncio.run(train(config, console, origins=loaded.origins))
         except KeyboardInterrupt:
             console.note(describe_stop(config.trainer.checkpoint_dir, resume_command(config)))
             raise

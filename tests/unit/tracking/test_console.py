@@ -181,3 +181,14 @@ def test_control_characters_do_not_reach_the_terminal(terminal: bool) -> None:
     for sequence in ("\x1b]0", "\x07", "\x9b", "\x7f"):
         assert sequence not in shown
     assert " 0.500" in shown
+
+
+def test_advice_is_reported_also_if_it_was_given_before() -> None:
+    console, reported = Console(out=rich.console.Console(file=io.StringIO())), list[str]()
+    console.advice("first")
+    with console.report_advice(reported.append):
+        console.advice("second")
+    console.advice("third")
+    assert reported == ["first", "second"]
+    with console.report_advice(reported.append):
+        assert reported == ["first", "second", "third"]

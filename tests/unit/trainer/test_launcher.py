@@ -180,7 +180,7 @@ def test_a_run_that_saves_nothing_says_so_at_start_and_end(
             CheckpointDir(tmp_path).commit(3, {})
         yield SimpleNamespace(fit=lambda stop: asyncio.sleep(0), version=3)
 
-    async def train(config: SftConfig, console: Console) -> int:
+    async def train(config: SftConfig, console: Console, *, origins: Mapping[str, str]) -> int:
         return await run(config, console, build_trainer)
 
     assert run_all([LoadedConfig(settings(tmp_path, **settings_))], train) == 0
@@ -193,7 +193,7 @@ def test_a_run_that_saves_nothing_says_so_at_start_and_end(
 def test_an_interrupted_run_names_its_last_checkpoint_and_the_command_that_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def train(config: SftConfig, console: Console) -> int:
+    async def train(config: SftConfig, console: Console, *, origins: Mapping[str, str]) -> int:
         raise KeyboardInterrupt
 
     CheckpointDir(tmp_path).begin(3)

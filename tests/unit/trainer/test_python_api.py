@@ -263,7 +263,7 @@ def test_an_endless_iterable_is_read_as_far_as_the_steps_need(tmp_path: Path, mo
 def test_a_run_that_stopped_early_is_not_taken_for_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
 ) -> None:
-    async def ended(config: Any, *_: Any) -> int:
+    async def ended(config: Any, *_: Any, **__: Any) -> int:
         if saved:
             checkpoints = CheckpointDir(config.trainer.checkpoint_dir)
             checkpoints.begin(4)
@@ -281,7 +281,7 @@ def test_a_second_run_gets_a_folder_of_its_own_unless_it_resumes(
 ) -> None:
     used: list[Path] = []
 
-    async def ended(config: Any, *_: Any) -> int:
+    async def ended(config: Any, *_: Any, **__: Any) -> int:
         used.append(config.trainer.checkpoint_dir)
         checkpoints = CheckpointDir(config.trainer.checkpoint_dir)
         checkpoints.begin(1)

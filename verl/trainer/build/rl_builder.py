@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -77,14 +77,16 @@ async def build_trainer(
     restarts: RestartTracker | None = None,
     reward: Callable[..., Any] | None = None,
     model_ready: Callable[[], Awaitable[None]] | None = None,
+    origins: Mapping[str, str] | None = None,
 ) -> AsyncIterator[TrainLoop[RLTrainer]]:
     """Start the processes of a run and resume it if it has a checkpoint; on exit, end the processes.
 
     `restarts` counts those of the run so far. `reward` is a function to use instead of the configured one.
     `model_ready` is awaited before the weights are read, so that engines start while the model is still being made.
+    `origins` say where the given settings come from.
     """
     async with AsyncExitStack() as closing:
-        builder = RLBuilder(config, console, restarts or RestartTracker(console), closing)
+        builder = RLBuilder(config, console, restarts or RestartTracker(console), closing, origins)
         yield await builder.build(reward, model_ready)
 
 

@@ -22,14 +22,16 @@ from verl.config.paths import change_settings, with_changes
 from verl.config.schema import Config, Section, SftConfig
 from verl.data.samplers import PromptStream
 from verl.errors import CheckpointError, ConfigError
+from verl.tracking.buffered_sink import BufferedSink
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sink import RunInfo, Sink
-from verl.tracking.sinks import open_record, open_sinks
+from verl.tracking.sinks import KEEP_ALL, open_record, open_sinks
 from verl.trainer.build.run_sources import DATA, Sources, digest_sources, find_changes
 from verl.trainer.build.worker_settings import timeouts
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 from verl.trainer.profiling import build_profiler, nsys_options
+from verl.trainer.records.start import record_start
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import KeepWeights, LoopSchedule, TrainLoop, TrainTask
 from verl.workers.train_base import RankGroup
@@ -121,8 +123,16 @@ class RunBuilder(Generic[C]):
     paths: tuple[str, ...] = ()
     """The settings that are paths, to be made absolute."""
 
-    def __init__(self, config: C, console: Console, restarts: RestartTracker, closing: AsyncExitStack) -> None:
+    def __init__(
+        self,
+        config: C,
+        console: Console,
+        restarts: RestartTracker,
+        closing: AsyncExitStack,
+        origins: Mapping[str, str] | None = None,
+    ) -> None:
         self.config: C = with_absolute_paths(config, self.paths)
+        self._origins = origins or {}
         self.console, self.restarts, self._closing = console, restarts, closing
         self.times = Metrics()
         console.is_animated &= not config.trainer.local  # a spinner would write over the prompt of a debugger
@@ -180,16 +190,17 @@ class RunBuilder(Generic[C]):
         return workers
 
     async def resume(self, workers: RankGroup, stream: PromptStream, schedule: LoopSchedule) -> int:
-        """Load the checkpoint to resume from, if there is one, and open the metric loggers; return its version."""
+        """Load the checkpoint to resume from, if there is one, and open the files of the run; return its version."""
         self._sources = await asyncio.to_thread(digest_sources, self.config)
         version = await resume(self.config, workers, stream, self.console, self._sources)
         self.restarts.resumed(version)
         self.tracker = open_tracker(self.config, self.console, schedule, version)
         self._closing.callback(self.tracker.close)
         self.tracker.log(self.times, version)
+        await record_start(self.config, self._origins, version, self.config.trainer.checkpoint_dir, self.console)
         return version
 
-    def open_record(self, name: str, version: int) -> Sink:
+    def open_record(self, name: str, version: int) -> BufferedSink:
         """Open a file of records in the run's folder, next to the metrics."""
         record = open_record(name, self.config.trainer.checkpoint_dir, version or None, self.console)
         self._closing.callback(record.close)
@@ -204,7 +215,7 @@ class RunBuilder(Generic[C]):
         profiler = build_profiler(self.config, workers, self.console)
         ending = self.console.stage("ending the processes", is_logged=False)
         self._closing.callback(self._closing_stage.enter_context, ending)  # closing begins with this
-        return TrainLoop(
+        loop = TrainLoop(
             task,
             schedule,
             checkpointer,
@@ -215,6 +226,10 @@ class RunBuilder(Generic[C]):
             profiler=profiler,
             keep_weights=keep_weights,
         )
+        warnings = self.open_record("warnings", KEEP_ALL)
+        record_advice = self.console.report_advice(lambda text: warnings.log({"text": text}, loop.version))
+        self._closing.enter_context(record_advice)
+        return loop
 
     def note(self, lines: Iterable[str]) -> None:
         for line in lines:

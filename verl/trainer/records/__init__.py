@@ -1,0 +1,1 @@
+"""What a run writes to its folder besides metrics and checkpoints."""
