@@ -142,6 +142,7 @@ class Sample:
     `episode_tokens` are the generated tokens of the whole episode, each counted once; 0: those of the sample.
     `turns` are, for each turn of the branch, the position of its last token, its index in the episode, its own reward,
     and the state that it began in; empty: one turn. `kept_ids` are those of the generated tokens: [mask.sum(), K].
+    `times` are when the episode started, when its generation ended, and when its score was known (Unix time).
 
     >>> sample = Sample(
     ...     group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool), score=1.0,
@@ -168,6 +169,7 @@ class Sample:
     episode_tokens: int = 0
     index: int = 0
     kept_ids: npt.NDArray[np.int32] | None = None
+    times: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)  # without slots, which are slow to pickle
@@ -179,7 +181,8 @@ class SampleHandle:
     episode; `version` is the oldest weight version used, `versions` the number of versions from there to the newest.
     `index` is the position of the episode within its group: (group, index) identifies an episode of a run. If it has
     several `branches`, there are as many samples with that index; `one_per_episode` selects one of them.
-    `final_answer` is its vote among the responses to a validation prompt.
+    `final_answer` is its vote among the responses to a validation prompt. `row` is the index of the prompt in its data
+    set, -1 if unknown.
     """
 
     ref: Any
@@ -199,6 +202,7 @@ class SampleHandle:
     engines: frozenset[int] = frozenset()
     branches: int = 1
     versions: int = 1
+    row: int = -1
 
 
 def one_per_episode(handles: Iterable[SampleHandle]) -> list[SampleHandle]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -163,8 +164,10 @@ class EpisodeRunner:
         slot: AbstractContextManager[Generate],
         score_episode: EpisodeScorer,
     ) -> list[Sample]:
+        start = time.time()
         with slot as generate:
             transcript = await self._episode(prompt, generate, sampling)
+        generated = time.time()
         if not transcript.turns:  # the episode failed before its first request
             transcript.add(prompt.token_ids, Completion([], np.empty(0, np.float32), np.empty(0, np.int32), "stop"))
         result = await self._score_transcript(prompt, transcript, score_episode)
@@ -177,7 +180,8 @@ class EpisodeRunner:
             score, metrics = score + penalty, metrics | {"raw_score": score, "overlong_penalty": penalty}
         teacher_prompt = _get_teacher_prompt(prompt, transcript)
         samples = transcript.to_samples(group, index, score, metrics)
-        return [replace(sample, teacher_prompt=teacher_prompt) for sample in samples]
+        times = (start, generated, time.time())
+        return [replace(sample, teacher_prompt=teacher_prompt, times=times) for sample in samples]
 
     async def _score_transcript(self, prompt: Prompt, transcript: Transcript, score: EpisodeScorer) -> Scored | Failed:
         """Return the episode's own score, or else the result of the scorer for the last turn."""

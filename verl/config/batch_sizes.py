@@ -171,6 +171,13 @@ def count_validation_prompts(config: Config) -> int | None:
     return most if wanted is None else min(wanted, most)
 
 
+def get_record_interval(config: Config) -> int | None:
+    """Return every how many groups one is recorded, at least one in a step; None: none."""
+    batch, responses = config.data.train_batch_size, config.trainer.samples.per_step
+    groups = max(1, responses // config.actor_rollout_ref.rollout.n)
+    return max(1, batch // groups) if responses else None
+
+
 def count_policy_steps(config: Config, steps: int) -> int:
     """Return how many of the first `steps` steps of the run train the policy; trainer.critic_warmup delays it."""
     return max(0, steps - config.trainer.critic_warmup) if uses_critic(config) else steps

@@ -37,20 +37,26 @@ class Evaluator:
         self._preview, self._warned = preview, set[str]()
         self.warnings: list[str] = []
 
-    async def evaluate(self) -> dict[str, float]:
+    async def evaluate(self, record: Callable[[list[SampleHandle]], None] | None = None) -> dict[str, float]:
+        """Return the metrics of a validation. `record` is called with its samples."""
         start = time.perf_counter()
+        recorded: list[SampleHandle] = []
         by_prompt: dict[str, list[list[SampleHandle]]] = defaultdict(list)
         truncated: Counter[str] = Counter()
         failures: list[Failed] = []
         count = 1
         for first in range(0, len(self._sources), self._batch):
             rows = range(first, min(first + self._batch, len(self._sources)))
-            groups = map(one_per_episode, await asyncio.gather(*map(self._run_prompt, rows)))
-            for row, samples in zip(rows, groups, strict=True):
+            groups = await asyncio.gather(*map(self._run_prompt, rows))
+            for row, group in zip(rows, groups, strict=True):
+                recorded += group if record is not None else []
+                samples = one_per_episode(group)
                 source, count = self._sources[row], len(samples)
                 by_prompt[source].append([sample for sample in samples if sample.failure is None])
                 failures += [sample.failure for sample in samples if sample.failure is not None]
                 truncated[source] += sum(sample.finish_reason == "length" for sample in samples)
+        if record is not None:
+            record(recorded)
         scores = {
             source: [sample.score for sample in chain.from_iterable(prompts)] for source, prompts in by_prompt.items()
         }

@@ -15,6 +15,8 @@ def describe_end(config: Config | SftConfig, resume: str) -> str:
     """Return where the results of a finished run are, and the commands to evaluate, export and continue it."""
     folder = config.trainer.checkpoint_dir
     files = {"metrics": folder / "metrics.jsonl"}
+    if isinstance(config, Config) and config.trainer.val_only:
+        return f"validated\n{_format_rows(files)}"
     if (checkpoint := find_last_checkpoint(folder)) is None or config.trainer.save_freq == -1:
         saved = "nothing was saved (trainer.save_freq=-1), so the trained model is gone; remove the setting to keep it"
         return f"finished: {saved}\n{_format_rows(files)}"

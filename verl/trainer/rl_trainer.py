@@ -16,6 +16,7 @@ from verl.tracking.throughput import Throughput
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.buffer.report import describe_staleness
 from verl.trainer.evaluator import Evaluator
+from verl.trainer.records.samples import SampleRecorder
 from verl.trainer.train_loop import Validation
 from verl.weights.sync import WeightSync
 from verl.workers.episode_pool import EpisodeClient
@@ -44,10 +45,11 @@ class RLTrainer:
         console: Console,
         throughput: Throughput,
         trained: Sink,
+        recorder: SampleRecorder,
     ) -> None:
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
         self.episodes, self.evaluator, self.console = episodes, evaluator, console
-        self._throughput, self._trained = throughput, trained
+        self._throughput, self._trained, self._recorder = throughput, trained, recorder
         self._diagnosis = Diagnosis()
         self._weights_version: int | None = None  # version in the train workers; None during an update
 
@@ -67,6 +69,7 @@ class RLTrainer:
                 await self.weights.free_devices()  # engines sleep, where they share devices with the trainer
             with self._phase(times, "prepare"):
                 stats = await self.policy.prepare(plan)  # old/ref log-probs, advantages: they stay on the workers
+                self._recorder.record_trained(version + 1, samples, plan, self.policy.read_tokens)
             with self._phase(times, "update"):
                 async with self.weights.updating():  # no engine rejoins while the weights change
                     self._weights_version = None
@@ -79,6 +82,7 @@ class RLTrainer:
         whole = {
             "data/position": self.buffer.position,
             "perf/controller_rss_gib": resident_gib(),
+            "samples/skipped": self._recorder.skipped,
             **describe_staleness(samples, version),
             **self._throughput.measure(plan.metrics, times, self.buffer.idle.read()),
         }
@@ -100,7 +104,7 @@ class RLTrainer:
         if self.evaluator is None:
             return None
         with self.console.stage("validating", partial(self.episodes.describe_progress, "val"), is_logged=False):
-            means = await self.evaluator.evaluate()
+            means = await self.evaluator.evaluate(partial(self._recorder.record_validation, version))
         return Validation(means, [*self.evaluator.warnings, *self._diagnosis.advise_validation(means, version)])
 
     def state(self, version: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class LoopSchedule:
     validate_every: int = -1
     validate_first: bool = True
     validate_last: bool = False
+    trains: bool = True  # or only validates, once
 
     def saves_at(self, version: int) -> bool:
         if version == self.total_steps:
@@ -105,7 +106,7 @@ class TrainLoop(Generic[T_co]):
         If a step fails, a checkpoint that is being written is finished first. Except after a timeout: a train worker
         that did not reply would not reply to this call either. If the object store is full, the run saves first.
         """
-        if self.version >= self.schedule.total_steps:
+        if self.schedule.trains and self.version >= self.schedule.total_steps:
             self.console.note(f"nothing left to do: {self.version} of {self.schedule.total_steps} steps are done")
             return
         try:
@@ -134,7 +135,7 @@ class TrainLoop(Generic[T_co]):
             await self._validate(stop, self.version)
             reason = self._stop_reason(stop)
         stop.begin()
-        while reason is None and self.version < self.schedule.total_steps:
+        while self.schedule.trains and reason is None and self.version < self.schedule.total_steps:
             await self._step()
             await self._finish_validation()
             await self.checkpointer.poll()

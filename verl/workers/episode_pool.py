@@ -22,6 +22,7 @@ from verl.tracking.console import duration
 from verl.types import SampleHandle, SamplePreview, SamplingParams
 from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
 from verl.workers.rewards import RemoteRewardModel
+from verl.workers.sample_rows import SampleFile
 
 
 class RemoteEpisodeWorker(RemoteActor):
@@ -102,6 +103,11 @@ class EpisodePool:
             if (preview := await worker.preview_sample(split, data_source)) is not None:
                 return preview
         return None
+
+    async def write_samples(self, file: SampleFile) -> int:
+        """Write finished samples to a file; return its size in bytes."""
+        size: int = await self._workers[-1].run("write_samples", file)
+        return size
 
     def close(self) -> None:
         for worker in self._workers:

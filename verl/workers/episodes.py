@@ -37,7 +37,7 @@ from verl.cluster.hangs.pending_calls import (
     Timeouts,
 )
 from verl.cluster.hangs.registry import report_failed_call
-from verl.cluster.object_store import put
+from verl.cluster.object_store import get_all, put
 from verl.config.features import may_score_itself, scores_responses, uses_task_rewards
 from verl.config.schema import Config
 from verl.custom_functions import import_external
@@ -53,6 +53,7 @@ from verl.rollout.engine import EngineView
 from verl.rollout.replica_pool import EnginePool
 from verl.types import Failed, Prompt, Sample, SampleHandle, SamplePreview, SamplingParams
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool
+from verl.workers.sample_rows import SampleFile, SampleWriter, TokenValues
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,6 +135,9 @@ class EpisodeWorker:
             )
             for split, data in settings.datasets.items()
         }
+        self._samples = SampleWriter(
+            lambda tokens, keep_special: str(tokenizer.decode(list(tokens), skip_special_tokens=not keep_special))
+        )
         self._pool = EnginePool(
             self._engines,
             stall_timeout_s=settings.timeouts.generation.seconds + MARGIN_S,
@@ -232,11 +236,30 @@ class EpisodeWorker:
         if scored := [sample for sample in samples if sample.failure is None]:
             self._latest[request.split, prompt.data_source] = prompt, scored[0]
         # In a thread: half of this worker's time would go into waiting for the object store.
-        handles = await asyncio.to_thread(lambda: [put_sample(each) for each in samples])
+        handles = await asyncio.to_thread(lambda: [put_sample(each, request.row) for each in samples])
         if request.split == "train" or len(samples) == 1:
             return handles
         answers = (extract_final_answer(self._decode_response(sample)) for sample in samples)
         return [replace(handle, final_answer=answer) for handle, answer in zip(handles, answers, strict=True)]
+
+    async def write_samples(self, file: SampleFile) -> int:
+        """Write finished samples to a file for people; return its size in bytes."""
+        return await asyncio.to_thread(self._write_samples, file)
+
+    def _write_samples(self, file: SampleFile) -> int:
+        timeout_s = self._settings.timeouts.reply.seconds
+        rows: list[tuple[Sample, Prompt, TokenValues | None]] = []
+        for refs, values_ref in file.parts:
+            samples: list[Sample] = get_all(refs, timeout_s)
+            values: list[TokenValues | None] = [None] * len(samples)
+            if values_ref is not None:
+                [values] = get_all([values_ref], timeout_s)
+            for sample, value in zip(samples, values, strict=True):
+                prompt = self._reader.submit(self._datasets[file.split].__getitem__, file.rows[sample.group]).result()
+                assert prompt is not None, "the prompt was read before"
+                rows.append((sample, prompt, value))
+        rows.sort(key=lambda row: (row[0].group, row[0].index))
+        return self._samples.write(file, rows)
 
     def _require_components(self, prompt: Prompt, sample: Sample) -> Sample:
         """Return the sample, as a failed one if its reward lacks a component that the estimator needs."""
@@ -274,12 +297,12 @@ class EpisodeWorker:
         return SamplePreview(prompt.data_source, self._decode_response(sample), prompt.ground_truth, sample.score)
 
 
-def put_sample(sample: Sample) -> SampleHandle:
+def put_sample(sample: Sample, row: int = -1) -> SampleHandle:
     """Put a sample into the object store and return its handle. A failed one is not stored."""
-    return make_handle(sample, put(sample) if sample.failure is None else None)
+    return make_handle(sample, put(sample) if sample.failure is None else None, row)
 
 
-def make_handle(sample: Sample, ref: Any) -> SampleHandle:
+def make_handle(sample: Sample, ref: Any, row: int = -1) -> SampleHandle:
     generated = sample.versions[sample.mask]
     return SampleHandle(
         ref=ref,
@@ -298,4 +321,5 @@ def make_handle(sample: Sample, ref: Any) -> SampleHandle:
         engines=sample.engines,
         branches=sample.branches,
         versions=int(np.ptp(generated)) + 1 if len(generated) else 1,
+        row=row,
     )

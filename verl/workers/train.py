@@ -17,6 +17,7 @@ from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
 from verl.training.registry import build_engine
 from verl.training.settings import EngineSettings
+from verl.workers.sample_rows import TokenValues
 from verl.workers.train_base import BaseTrainWorker, RankGroup, RankSettings, explain_out_of_memory
 
 if TYPE_CHECKING:
@@ -106,6 +107,10 @@ class TrainWorker(BaseTrainWorker):
         with self._freeing_memory():
             return self._policy.update(self._plan) | self.peak_memory()
 
+    def read_tokens(self, indices: Sequence[int]) -> list[TokenValues]:
+        """Return what was computed for the tokens of some samples of this rank, between `prepare` and `update`."""
+        return [TokenValues(*self._policy.read_tokens(index)) for index in indices]
+
     @explain_out_of_memory
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         with self._freeing_memory():
@@ -184,6 +189,11 @@ class PolicyGroup(RankGroup):
 
     async def prepare(self, plan: Plan) -> dict[str, float]:
         return (await self.call("prepare", per_rank=self.layout.spread(plan.ranks), timeout=self._timeouts.train))[0]
+
+    def read_tokens(self, indices: Sequence[Sequence[int]]) -> list[Any]:
+        """Return a reference to the `TokenValues` of some samples of each data rank; None where there are none."""
+        actors = self.layout.collect(self.actors)
+        return [actor.read_tokens.remote(each) if each else None for actor, each in zip(actors, indices, strict=True)]
 
     async def update(self) -> dict[str, float]:
         """Update the policy on what was prepared."""

@@ -19,6 +19,7 @@ import math
 import random
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -42,6 +43,7 @@ from verl.trainer.build.placement import place_engines
 from verl.trainer.build.rl_builder import RANKS_PER_EPISODE_WORKER, build_supervisor
 from verl.trainer.build.worker_settings import build_planner, episode_settings, timeouts, train_settings
 from verl.trainer.launcher import rare_garbage_collection
+from verl.trainer.records.samples import RecordSettings, SampleRecorder
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
 from verl.types import Completion, SamplingParams
@@ -121,6 +123,7 @@ class Controller:
             console,
             Throughput(ranks, ranks),
             FunctionSink(lambda record, step: None, lambda: None),
+            SampleRecorder(RecordSettings(Path(), None, 0, 0.0), episodes.write_samples, console),
         )
         await self.trainer.begin(0)
 

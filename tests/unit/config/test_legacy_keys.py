@@ -62,7 +62,6 @@ def test_a_key_that_changes_no_results_is_accepted_with_its_reason(setting: str,
         ("data.gen_batch_size=64", "generation in batches of another size than data.train_batch_size"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size=4", "micro-batch sizes of all GPUs together"),
         ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "quantization-aware training"),
-        ("trainer.val_only=True", "training runs that only validate"),
         ("reward_model.rollout.temperature=0.5", "generative reward models"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +122,14 @@ async def test_a_validation_goes_on_beside_the_next_step_until_that_replaces_the
     beside = ["trains 2", "validates 2", "validated 2", "syncs 3"]
     last = ["trains 3", "syncs 4", "validates 4", "validated 4"]
     assert task.events == ["trains 0", "syncs 1", "trains 1", "syncs 2", *beside, *last]
+
+
+@pytest.mark.parametrize("version", [0, 4])
+async def test_a_run_that_only_validates_validates_once_the_version_it_begins_with(version: int) -> None:
+    loop = make_validating(task := Validating(), total=4, every=2)
+    loop.schedule, loop.version = replace(loop.schedule, validate_first=True, trains=False), version
+    await loop.fit()
+    assert task.events == [f"validates {version}", f"validated {version}"]
 
 
 async def test_the_error_of_a_validation_beside_a_step_ends_the_run_after_the_step() -> None:

@@ -325,3 +325,16 @@ def test_an_estimator_sees_the_components_of_the_reward(episodes: list[Advantage
     [seen] = episodes
     assert list(seen.components) == ["score"]
     assert seen.components["score"].tolist() == seen.scores.tolist()
+
+
+def test_values_of_tokens_are_read_by_sample_between_prepare_and_update() -> None:
+    actor, step = Table(), step_of(SAMPLES)
+    policy = PolicyTrainer(actor, AlgorithmSettings("grpo"))
+    policy.prepare(step.samples, step.plan)
+    batch = FlatBatch.from_samples(step.samples)
+    expected = actor.lookup_logprobs(batch).split(batch.lengths.tolist())
+    for index, one in enumerate(step.samples):
+        logprobs, advantages = policy.read_tokens(index)
+        torch.testing.assert_close(torch.from_numpy(logprobs), expected[index].float())
+        assert len(advantages) == len(one.tokens)
+        assert not advantages[~one.mask].any()

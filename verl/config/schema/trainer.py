@@ -73,6 +73,13 @@ class ProfileConfig(Section):
     """Where profiles are written; null: the folder profiles of the checkpoint directory."""
 
 
+class SamplesConfig(Section):
+    per_step: int = setting(16, unit="responses", ge=0)
+    """Responses that are recorded of each step and of each validation, in whole groups; 0: none."""
+    max_gib: Positive = setting(2.0, unit="GiB", only_if=unless(".per_step", 0))
+    """Size of the folder of samples from which on no more are recorded."""
+
+
 class RunConfig(Section):
     """The settings of every run."""
 
@@ -174,6 +181,13 @@ class TrainerConfig(RunConfig):
     """Maximum weight versions that a response may lag; 0: synchronous."""
     validation_share: float = setting(0.5, gt=0, le=1, only_if=unless(".max_staleness", 0))
     """Responses of a validation at once, as a share of those generated for training: both share the engines."""
+    val_only: bool = setting(False, only_if=needs_given("data.val_files"))
+    """Validate the model, or the checkpoint that the run would resume from, and end."""
+    samples: SamplesConfig = section(SamplesConfig, "Recorded samples, in the folder samples of the run.")
+    rollout_data_dir: str | None = setting(None)
+    """Folder for all responses of training: one JSONL file per step; null: none."""
+    validation_data_dir: str | None = setting(None, only_if=needs_given("data.val_files"))
+    """Folder for all responses of validation: one JSONL file each; null: none."""
     v1: TrainerModeConfig = section(TrainerModeConfig, "Names of launch scripts for the settings of asynchronous runs.")
     deterministic: bool = setting(False)
     """Bitwise reproducible: seeded responses, fixed batches; on GPUs deterministic kernels of torch and vLLM."""

@@ -48,6 +48,7 @@ from verl.trainer.build.worker_settings import (
     train_settings,
 )
 from verl.trainer.evaluator import Evaluator
+from verl.trainer.records.samples import RecordSettings, SampleRecorder
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
@@ -157,6 +158,7 @@ class RLBuilder(RunBuilder[Config]):
             self.console,
             await self.build_throughput(policy),
             self.open_record("trained", version),
+            self.build_recorder(episode_pool),
         )
         keep_weights = trainer.weights.keep_version if self.config.trainer.max_staleness > 0 else None
         return self.build_loop(trainer, policy, schedule, version, keep_weights)
@@ -203,7 +205,10 @@ class RLBuilder(RunBuilder[Config]):
         size = f"{batch * n:,} responses of up to {longest:,} tokens in each"
         self.note([f"{steps:,} steps of {batch:,} prompts: {epochs:.3g} epochs; {size}"])
         self.note(device_hints(self.config, self.device, TRAIN_HINTS))
-        return LoopSchedule(batch, steps, trainer.save_freq, trainer.test_freq, trainer.val_before_train)
+        validates_first = trainer.val_before_train or trainer.val_only
+        return LoopSchedule(
+            batch, steps, trainer.save_freq, trainer.test_freq, validates_first, trains=not trainer.val_only
+        )
 
     def spawn_episode_workers(
         self,
@@ -259,6 +264,11 @@ class RLBuilder(RunBuilder[Config]):
         scaler.start()
         self._closing.push_async_callback(scaler.close)
         return weights
+
+    def build_recorder(self, pool: EpisodePool) -> SampleRecorder:
+        recorder = SampleRecorder(RecordSettings.from_config(self.config), pool.write_samples, self.console)
+        self._closing.push_async_callback(recorder.close)
+        return recorder
 
     def build_evaluator(self, episodes: EpisodeClient, data: RunData) -> Evaluator | None:
         if not data.val_sources:

@@ -113,6 +113,13 @@ class PolicyTrainer:
         self._batch = FlatBatch.empty()
         return metrics
 
+    def read_tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return old log-probs and advantages of the tokens of a sample, between `prepare` and `update`."""
+        start, end = self._batch.offsets[index : index + 2].tolist()
+        values = (self._batch.old_logprobs, self._batch.advantages)
+        old_logprobs, advantages = (torch.zeros(end - start) if each is None else each[start:end] for each in values)
+        return old_logprobs.float().cpu().numpy(), advantages.float().cpu().numpy()
+
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probs at temperature 1 of every token but the first of each sequence."""
         batch = FlatBatch(
