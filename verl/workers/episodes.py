@@ -262,11 +262,17 @@ class EpisodeWorker:
         return self._samples.write(file, rows)
 
     def _require_components(self, prompt: Prompt, sample: Sample) -> Sample:
-        """Return the sample, as a failed one if its reward lacks a component that the estimator needs."""
+        """Return the sample, as a failed one if its reward lacks a component that the estimator needs.
+
+        An episode that a limit has ended before its environment or agent could set a component gets 0 for it, as it
+        does for a score.
+        """
         numbers = {"score", *sample.metrics}
         missing = [name for name in self._settings.components if name not in numbers]
         if sample.failure is not None or not missing:
             return sample
+        if may_score_itself(self._settings.config) and sample.finish_reason == "length":
+            return replace(sample, metrics=sample.metrics | dict.fromkeys(missing, 0.0))
         fix = "Return it as a finite number for every response, in a dict next to 'score', or name another component"
         if may_score_itself(self._settings.config):
             fix += (

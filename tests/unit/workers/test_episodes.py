@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,3 +216,19 @@ async def test_the_failure_says_where_an_environment_or_agent_puts_a_component(
     assert "in a dict next to 'score'" in missing.failure.message
     assert ("`Step.metrics`" in missing.failure.message) == scores_itself
     assert ("`model.transcript.metrics`" in missing.failure.message) == scores_itself
+
+
+@pytest.mark.parametrize("scores_itself", [False, True])
+async def test_an_episode_that_a_limit_ended_has_0_for_what_its_environment_had_not_set(
+    worker: EpisodeWorker, scores_itself: bool
+) -> None:
+    async def cut(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        return replace(await generate(token_ids, sampling), finish_reason="length")
+
+    config = agent_config("agents.py:agent") if scores_itself else Config()
+    worker._settings = EpisodeSettings(config, {}, components=["format"])
+    worker._overlong = None
+    worker._runner = EpisodeRunner(cut, score, lambda tokens: str(tokens[0]))
+    [handle] = await worker.run(GroupRequest("train", 0, 8, [5], SAMPLING))
+    assert (handle.failure is None) == scores_itself
+    assert handle.metrics == ({"format": 0.0} if scores_itself else {})
