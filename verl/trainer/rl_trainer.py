@@ -11,12 +11,11 @@ from verl.data.plan import Planner
 from verl.tracking.console import Console
 from verl.tracking.diagnosis import Diagnosis, is_uniform
 from verl.tracking.metrics import Metrics, resident_gib, timer
-from verl.tracking.sink import Sink
 from verl.tracking.throughput import Throughput
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.buffer.report import describe_staleness
 from verl.trainer.evaluator import Evaluator
-from verl.trainer.records.samples import SampleRecorder
+from verl.trainer.records.step import PhaseTimes, StepRecords
 from verl.trainer.train_loop import Validation
 from verl.weights.sync import WeightSync
 from verl.workers.episode_pool import EpisodeClient
@@ -29,6 +28,9 @@ _PHASES = {
     "prepare": "computing log-probs and advantages",
     "update": "updating the model",
 }
+
+
+_SENDING = "sending the weights to the engines"
 
 
 class RLTrainer:
@@ -44,12 +46,11 @@ class RLTrainer:
         evaluator: Evaluator | None,
         console: Console,
         throughput: Throughput,
-        trained: Sink,
-        recorder: SampleRecorder,
+        records: StepRecords,
     ) -> None:
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
         self.episodes, self.evaluator, self.console = episodes, evaluator, console
-        self._throughput, self._trained, self._recorder = throughput, trained, recorder
+        self._throughput, self._records, self._times = throughput, records, PhaseTimes()
         self._diagnosis = Diagnosis()
         self._weights_version: int | None = None  # version in the train workers; None during an update
 
@@ -69,20 +70,21 @@ class RLTrainer:
                 await self.weights.free_devices()  # engines sleep, where they share devices with the trainer
             with self._phase(times, "prepare"):
                 stats = await self.policy.prepare(plan)  # old/ref log-probs, advantages: they stay on the workers
-                self._recorder.record_trained(version + 1, samples, plan, self.policy.read_tokens)
+                self._records.samples.record_trained(version + 1, samples, plan, self.policy.read_tokens)
             with self._phase(times, "update"):
                 async with self.weights.updating():  # no engine rejoins while the weights change
                     self._weights_version = None
                     update = await self.policy.update()
                     self._weights_version = version + 1
-            with self.console.stage("sending the weights to the engines", is_logged=False):
+            with self._times.measure("sync"), self.console.stage(_SENDING, is_logged=False):
                 sync = await self.weights.sync(version + 1)  # every engine moves to the new version, and proves it
             self.buffer.discard_from(self.weights.outliers)
-        self._trained.log(self.buffer.record, version + 1)
+        self._records.trained.log(self.buffer.record, version + 1)
+        self._records.phases.log({"phases": self._times.take()}, version + 1)
         whole = {
             "data/position": self.buffer.position,
             "perf/controller_rss_gib": resident_gib(),
-            "samples/skipped": self._recorder.skipped,
+            "perf/samples_skipped": self._records.samples.skipped,
             **describe_staleness(samples, version),
             **self._throughput.measure(plan.metrics, times, self.buffer.idle.read()),
         }
@@ -92,8 +94,8 @@ class RLTrainer:
     async def begin(self, version: int) -> None:
         self._weights_version = version
         if version:
-            self._trained.log({"resumed": True, **self.buffer.progress()}, version)
-        with self.console.stage("sending the weights to the engines", is_logged=False):
+            self._records.trained.log({"resumed": True, **self.buffer.progress()}, version)
+        with self.console.stage(_SENDING, is_logged=False):
             await self.weights.sync(version)
 
     async def diagnose(self, metrics: Metrics, version: int) -> list[str]:
@@ -103,8 +105,10 @@ class RLTrainer:
     async def validate(self, version: int) -> Validation | None:
         if self.evaluator is None:
             return None
-        with self.console.stage("validating", partial(self.episodes.describe_progress, "val"), is_logged=False):
-            means = await self.evaluator.evaluate(partial(self._recorder.record_validation, version))
+        progress = partial(self.episodes.describe_progress, "val")
+        with self._times.measure("val"), self.console.stage("validating", progress, is_logged=False):
+            record = partial(self._records.samples.record_validation, version)
+            means = await self.evaluator.evaluate(record)
         return Validation(means, [*self.evaluator.warnings, *self._diagnosis.advise_validation(means, version)])
 
     def state(self, version: int) -> dict[str, Any]:
@@ -117,7 +121,8 @@ class RLTrainer:
     def _phase(self, times: Metrics, name: str) -> Iterator[None]:
         """Time a phase of the step, and show it on a terminal."""
         progress = partial(self.episodes.describe_progress, "train") if name == "gen" else str
-        with timer(times, name), self.console.stage(_PHASES[name], progress, is_logged=False):
+        stage = self.console.stage(_PHASES[name], progress, is_logged=False)
+        with timer(times, name), self._times.measure(name), stage:
             yield
 
     def _advise(self, lines: Iterable[str]) -> None:

@@ -44,6 +44,7 @@ from verl.trainer.build.rl_builder import RANKS_PER_EPISODE_WORKER, build_superv
 from verl.trainer.build.worker_settings import build_planner, episode_settings, timeouts, train_settings
 from verl.trainer.launcher import rare_garbage_collection
 from verl.trainer.records.samples import RecordSettings, SampleRecorder
+from verl.trainer.records.step import StepRecords
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
 from verl.types import Completion, SamplingParams
@@ -84,6 +85,9 @@ class Size:
         return load(settings)[0].config
 
 
+NO_RECORD: Any = FunctionSink(lambda record, step: None, lambda: None)
+
+
 class Controller:
     """The controller of a run, built as `RLBuilder` does, around a simulated cluster."""
 
@@ -113,6 +117,7 @@ class Controller:
         probe = Probe.random(150_000, tolerance=1e-3)
         weights = WeightSync(self.policy, self.supervisor, HostTransport(), probe)
         self.supervisor.start(weights.sync_one)
+        samples = SampleRecorder(RecordSettings(Path(), None, 0, 0.0), episodes.write_samples, console)
         self.trainer = RLTrainer(
             self.buffer,
             build_planner(config, ranks),
@@ -122,8 +127,7 @@ class Controller:
             None,
             console,
             Throughput(ranks, ranks),
-            FunctionSink(lambda record, step: None, lambda: None),
-            SampleRecorder(RecordSettings(Path(), None, 0, 0.0), episodes.write_samples, console),
+            StepRecords(NO_RECORD, NO_RECORD, samples),
         )
         await self.trainer.begin(0)
 

@@ -49,6 +49,7 @@ from verl.trainer.build.worker_settings import (
 )
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.records.samples import RecordSettings, SampleRecorder
+from verl.trainer.records.step import StepRecords
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
@@ -157,8 +158,11 @@ class RLBuilder(RunBuilder[Config]):
             self.build_evaluator(episodes, data),
             self.console,
             await self.build_throughput(policy),
-            self.open_record("trained", version),
-            self.build_recorder(episode_pool),
+            StepRecords(
+                self.open_record("trained", version),
+                self.open_record("phases", version),
+                self.build_sample_recorder(episode_pool),
+            ),
         )
         keep_weights = trainer.weights.keep_version if self.config.trainer.max_staleness > 0 else None
         return self.build_loop(trainer, policy, schedule, version, keep_weights)
@@ -265,7 +269,7 @@ class RLBuilder(RunBuilder[Config]):
         self._closing.push_async_callback(scaler.close)
         return weights
 
-    def build_recorder(self, pool: EpisodePool) -> SampleRecorder:
+    def build_sample_recorder(self, pool: EpisodePool) -> SampleRecorder:
         recorder = SampleRecorder(RecordSettings.from_config(self.config), pool.write_samples, self.console)
         self._closing.push_async_callback(recorder.close)
         return recorder
