@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from _common import finish  # isort: skip - puts tests/ on the path
+import numpy as np
 import psutil
 from recording_console import RecordingConsole
 from simulated_clock import simulate
@@ -174,7 +175,7 @@ class _Engine:
 
     async def generate(self, token_ids: Any, sampling: SamplingParams) -> Completion:
         await asyncio.sleep(30)
-        return Completion([1], [0.0], [0], "stop")
+        return Completion([1], np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
 
     async def is_ready(self) -> bool:
         return True
