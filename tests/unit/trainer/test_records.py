@@ -19,11 +19,19 @@ GIVEN = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=m", "optim.
 
 
 def test_each_start_is_a_line_and_the_settings_can_be_loaded_again(tmp_path: Path) -> None:
-    [loaded] = load([*GIVEN, "trainer.wandb_proxy=http://user:hunter2@proxy", "trainer.logger=wandb"], complete=False)
+    [loaded] = load(
+        [
+            *GIVEN,
+            "trainer.wandb_proxy=http://user:hunter2@proxy",
+            "trainer.logger=wandb",
+            f"trainer.default_local_dir={tmp_path}",
+        ],
+        complete=False,
+    )
     for version in (0, 3):
-        asyncio.run(record_start(loaded.config, loaded.origins, version, tmp_path, RecordingConsole()))
+        asyncio.run(record_start(loaded.config, loaded.origins, version, 8, RecordingConsole()))
     lines = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 3]
+    assert [(line["step"], line["total_steps"]) for line in lines] == [(0, 8), (3, 8)]
     key = "actor_rollout_ref.actor.optim.lr"
     assert lines[0]["settings"][key] == {"value": 1e-5, "origin": "command line, as optim.lr"}
     assert "versions" in lines[0]["environment"]
@@ -34,8 +42,8 @@ def test_each_start_is_a_line_and_the_settings_can_be_loaded_again(tmp_path: Pat
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
-    [loaded] = load(GIVEN, complete=False)
+    [loaded] = load([*GIVEN, f"trainer.default_local_dir={tmp_path}"], complete=False)
     (tmp_path / "settings.tmp").mkdir()
     console = RecordingConsole()
-    asyncio.run(record_start(loaded.config, {}, 0, tmp_path, console))
+    asyncio.run(record_start(loaded.config, {}, 0, 8, console))
     assert any("settings.yaml: cannot be written" in text for text in console.messages)

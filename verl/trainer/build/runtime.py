@@ -197,7 +197,7 @@ class RunBuilder(Generic[C]):
         self.tracker = open_tracker(self.config, self.console, schedule, version)
         self._closing.callback(self.tracker.close)
         self.tracker.log(self.times, version)
-        await record_start(self.config, self._origins, version, self.config.trainer.checkpoint_dir, self.console)
+        await record_start(self.config, self._origins, version, schedule.total_steps, self.console)
         return version
 
     def open_record(self, name: str, version: int) -> BufferedSink:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from verl.cluster.environment import collect_report
 from verl.config.render import render, render_json
@@ -17,7 +16,7 @@ from verl.tracking.sinks import KEEP_ALL, open_record
 
 
 async def record_start(
-    config: Config | SftConfig, origins: Mapping[str, str], version: int, folder: Path, console: Console
+    config: Config | SftConfig, origins: Mapping[str, str], version: int, total_steps: int, console: Console
 ) -> None:
     """Write `settings.yaml`, which can be loaded again, and a line of `starts.jsonl`. Secrets are hidden in both.
 
@@ -25,10 +24,12 @@ async def record_start(
         config: The settings of the run.
         origins: Where given settings come from, by key.
         version: The version of the weights that the run starts with.
-        folder: The folder of the run.
+        total_steps: The number of steps after which the run ends.
         console: Reports a disk that cannot be written; the run goes on.
     """
+    folder = config.trainer.checkpoint_dir
     record = {
+        "total_steps": total_steps,
         "command": " ".join(map(redact, sys.argv)),
         "settings": render_json(config, only_changed=True, origins=origins),
         "environment": await asyncio.to_thread(collect_report),
