@@ -19,15 +19,8 @@ GIVEN = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=m", "optim.
 
 
 def test_each_start_is_a_line_and_the_settings_can_be_loaded_again(tmp_path: Path) -> None:
-    [loaded] = load(
-        [
-            *GIVEN,
-            "trainer.wandb_proxy=http://user:hunter2@proxy",
-            "trainer.logger=wandb",
-            f"trainer.default_local_dir={tmp_path}",
-        ],
-        complete=False,
-    )
+    secret = ["trainer.wandb_proxy=http://user:hunter2@proxy", "trainer.logger=wandb"]
+    [loaded] = load([*GIVEN, *secret, f"trainer.default_local_dir={tmp_path}"], complete=False)
     for version in (0, 3):
         asyncio.run(record_start(loaded.config, loaded.origins, version, 8, RecordingConsole()))
     lines = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
