@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": "score responses: mean@n, pass@k, maj@n",
     "merge": "convert a checkpoint to a Hugging Face model and verify it",
     "config": "print all settings with their documentation",
+    "show": "read the responses that a run has recorded",
     "audit": "prove from a run's folder that every prompt was trained once, in time",
     "scale": "change the number of rollout engines of a run while it goes on",
     "plan": "estimate memory and time of a run, and propose settings with which it fits",
@@ -25,7 +26,7 @@ COMMANDS = {
 }
 """Name -> summary of every subcommand, in the order of `verl --help`."""
 
-MODULES = {"eval": "evaluate", "audit": "runs.audit", "scale": "runs.scale"}
+MODULES = {"eval": "evaluate", "audit": "runs.audit", "scale": "runs.scale", "show": "runs.show"}
 """Modules in `verl.commands` that are not named after their command."""
 
 SETTINGS_HELP = """\
