@@ -17,6 +17,8 @@ COMMANDS = {
     "merge": "convert a checkpoint to a Hugging Face model and verify it",
     "config": "print all settings with their documentation",
     "show": "read the responses that a run has recorded",
+    "watch": "follow a run elsewhere, from the files in its folder",
+    "explain": "say what a number on the terminal or a metric means",
     "audit": "prove from a run's folder that every prompt was trained once, in time",
     "scale": "change the number of rollout engines of a run while it goes on",
     "plan": "estimate memory and time of a run, and propose settings with which it fits",
@@ -26,7 +28,7 @@ COMMANDS = {
 }
 """Name -> summary of every subcommand, in the order of `verl --help`."""
 
-MODULES = {"eval": "evaluate", "audit": "runs.audit", "scale": "runs.scale", "show": "runs.show"}
+MODULES = {"eval": "evaluate"} | {name: f"runs.{name}" for name in ("show", "watch", "audit", "scale")}
 """Modules in `verl.commands` that are not named after their command."""
 
 SETTINGS_HELP = """\

@@ -34,6 +34,7 @@ from verl.models.stop_tokens import find_stop_tokens
 from verl.rollout.replica_pool import EnginePool
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
+from verl.tracking.stages import Progress
 from verl.trainer.restarts import RestartTracker
 from verl.types import SamplingParams
 
@@ -139,7 +140,7 @@ async def _generate(config: Config, output: Path, part: int, console: Console) -
         for start in pending:
             rows = range(start, min(start + part, len(dataset)))
             generation = asyncio.gather(*(prompts.generate(row, config, pool) for row in rows))
-            with console.stage("generating", prompts.describe_progress, is_logged=False):
+            with console.stage("generating", prompts.measure_progress, is_logged=False):
                 episodes = await supervisor.run_while_available(generation)
             columns = map(prompts.to_columns, episodes)
             parts.write(start, table.build([dataset.row(row) | new for row, new in zip(rows, columns, strict=True)]))
@@ -215,8 +216,8 @@ class _Prompts:
         self.finished += 1
         return finished
 
-    def describe_progress(self) -> str:
-        return f"{self.finished:,} of {len(self.dataset):,} prompts"
+    def measure_progress(self) -> Progress:
+        return Progress(self.finished, len(self.dataset), "prompts")
 
     def to_columns(self, episodes: Sequence[Transcript]) -> dict[str, Any]:
         columns: dict[str, Any] = {

@@ -105,7 +105,7 @@ class RLTrainer:
     async def validate(self, version: int) -> Validation | None:
         if self.evaluator is None:
             return None
-        progress = partial(self.episodes.describe_progress, "val")
+        progress = partial(self.episodes.measure_progress, "val")
         with self._times.measure("val"), self.console.stage("validating", progress, is_logged=False):
             record = partial(self._records.samples.record_validation, version)
             means = await self.evaluator.evaluate(record)
@@ -120,7 +120,7 @@ class RLTrainer:
     @contextmanager
     def _phase(self, times: Metrics, name: str) -> Iterator[None]:
         """Time a phase of the step, and show it on a terminal."""
-        progress = partial(self.episodes.describe_progress, "train") if name == "gen" else str
+        progress = partial(self.episodes.measure_progress, "train") if name == "gen" else str
         stage = self.console.stage(_PHASES[name], progress, is_logged=False)
         with timer(times, name), self._times.measure(name), stage:
             yield

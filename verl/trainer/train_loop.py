@@ -110,7 +110,8 @@ class TrainLoop(Generic[T_co]):
             self.console.note(f"nothing left to do: {self.version} of {self.schedule.total_steps} steps are done")
             return
         try:
-            await self._fit(stop or StopController())
+            with self.console.panel():
+                await self._fit(stop or StopController())
         except Exception as error:
             if _is_timeout(error):
                 raise
@@ -164,7 +165,7 @@ class TrainLoop(Generic[T_co]):
     async def _step(self) -> None:
         self._state = self.task.state(self.version)
         async with nullcontext() if self.profiler is None else self.profiler.recording(self.version + 1):
-            with self.console.stage(f"step {self.version + 1}", is_logged=False):
+            with self.console.running_step(self.version + 1):
                 metrics = await self.task.step(self.version)
         self.version += 1
         self.tracker.log(metrics | self.restarts.metrics(), self.version)

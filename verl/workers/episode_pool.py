@@ -18,7 +18,7 @@ from verl.rewards.result import FailureTracker, truncate
 from verl.rewards.reward_function import resolve_scorer
 from verl.rollout.engine import EngineView
 from verl.rollout.supervisor import EngineSupervisor
-from verl.tracking.console import duration
+from verl.tracking.stages import Progress
 from verl.types import SampleHandle, SamplePreview, SamplingParams
 from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
 from verl.workers.rewards import RemoteRewardModel
@@ -139,13 +139,13 @@ class EpisodeClient:
         self._finished["train"] = 0
         self._began["train"] = time.monotonic()
 
-    def describe_progress(self, split: str) -> str:
+    def measure_progress(self, split: str) -> Progress:
         """Return how many responses of the step, or of the validation, are finished, and the time that others need."""
         finished, started = self._finished[split], self._started[split]
         if not finished:
-            return f"{started:,} responses" if started else ""
+            return Progress(0, started)
         left_s = (time.monotonic() - self._began[split]) * (started - finished) / finished
-        return f"{finished:,} of {started:,} responses, about {duration(left_s)} left"
+        return Progress(finished, started, left_s=left_s)
 
     async def run_group(self, position: int, row: int) -> list[SampleHandle] | None:
         """Return the scored samples of one training prompt; None if the prompt is too long."""

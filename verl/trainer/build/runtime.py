@@ -94,7 +94,7 @@ def device_hints(config: C, device: str, checks: Sequence[Check]) -> list[str]:
 
 
 def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSchedule, version: int) -> Sink:
-    console.total_steps = schedule.total_steps
+    console.history.total_steps = schedule.total_steps
     run = RunInfo(
         folder=config.trainer.checkpoint_dir,
         project=config.trainer.project_name,

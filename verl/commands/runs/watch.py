@@ -1,0 +1,160 @@
+"""`verl watch`: follow a run elsewhere, from the files in its folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.commands.arguments import ArgumentParser
+from verl.errors import VerlError
+from verl.tracking.console import Console
+from verl.tracking.run_history import KEPT
+
+HELP = """\
+usage: verl watch RUN [--once]
+
+Follow a run that goes on elsewhere, from the files in its folder (`metrics.jsonl`, `warnings.jsonl`, `trained.jsonl`,
+`starts.jsonl`): the lines of its last steps, then each new one. On a terminal, a panel below them shows recent numbers,
+the age of the last step and when the next one is expected; `verl explain` says what the numbers mean. Ctrl-C ends the
+command, not the run.
+
+options:
+  RUN     folder of the run (trainer.default_local_dir)
+  --once  print the last steps and the current numbers, and exit
+
+example:
+  verl watch checkpoints/verl/default
+"""
+
+_SHOWN = 10  # earlier steps
+_POLL_S = 0.5
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show the run until Ctrl-C, or once; return 0."""
+    parser = ArgumentParser("verl watch")
+    parser.add_argument("run")
+    parser.add_argument("--once", action="store_true")
+    options = parser.parse_args(argv)
+    folder = Path(options.run)
+    if not folder.is_dir():
+        raise VerlError(f"verl watch: {folder} is not a folder; give the folder of a run (trainer.default_local_dir)")
+    watcher = Watcher(folder, Console())
+    try:
+        watcher.begin()
+        if options.once:
+            watcher.console.summary()
+            return 0
+        with watcher.console.panel():
+            while True:
+                watcher.poll()
+                time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        return 0
+
+
+class Watcher:
+    """Shows on a console what a run writes to its folder."""
+
+    def __init__(self, folder: Path, console: Console) -> None:
+        self.console, self._folder = console, folder
+        self._metrics, self._trained = (_JsonLines(folder / f"{name}.jsonl") for name in ("metrics", "trained"))
+        self._warnings, self._starts = (_JsonLines(folder / f"{name}.jsonl") for name in ("warnings", "starts"))
+
+    def begin(self) -> None:
+        """Print the last steps; steps before them and earlier warnings are only remembered."""
+        history, records = self.console.history, [*self._metrics.read()]
+        if records:
+            history.start = records[0]["time"]
+        for start in self._starts.read():
+            self._record_start(start)
+        steps = [record["step"] for record in records if _is_step(record)][-KEPT:]
+        for record in records:
+            if steps and record["step"] >= steps[-_SHOWN:][0]:
+                self._show(record)
+            elif _is_step(record):
+                history.record_step(_read_numbers(record), record["step"], record["time"])
+        for warning in self._warnings.read():
+            history.record_warning(str(warning.get("text")))
+        for _ in self._trained.read():
+            pass  # resumes before now are not news
+
+    def poll(self) -> None:
+        """Print what is new."""
+        for start in self._starts.read():
+            self._record_start(start)
+        for record in self._trained.read():
+            if "resumed" in record:
+                self.console.note(f"the run resumed after step {record['step']}")
+        for record in self._metrics.read():
+            self._show(record)
+        for warning in self._warnings.read():
+            self.console.advice(str(warning.get("text")))
+
+    def _record_start(self, start: Mapping[str, Any]) -> None:
+        history = self.console.history
+        history.start = start["time"]
+        setting = start.get("settings", {}).get("trainer.total_training_steps", {}).get("value")
+        history.total_steps = setting if isinstance(setting, int) else None
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        numbers = _read_numbers(record)
+        if _is_step(record):
+            self.console.step(numbers, record["step"], record["time"])
+        if any(name.startswith("val/") for name in numbers):
+            self.console.validation(numbers, record["step"], record["time"])
+
+
+class _JsonLines:
+    """Reads the records that are appended to a file of JSON lines; the file may not exist yet.
+
+    A resumed run replaces the file: records of its new version that are not newer than those read before are skipped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._identity, self._offset = 0, 0
+        self._newest, self._skipped_until = 0.0, 0.0  # times
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the new records; lines that are not complete records are skipped."""
+        for line in self._read_lines():
+            try:
+                record = json.loads(line)
+                at, _ = float(record["time"]), int(record["step"])
+            except (ValueError, TypeError, KeyError):
+                continue
+            if at > self._skipped_until:
+                self._newest = max(self._newest, at)
+                yield record
+
+    def _read_lines(self) -> list[bytes]:
+        """Return the complete lines that were not read yet."""
+        try:
+            with self._path.open("rb") as file:
+                identity = self._path.stat().st_ino
+                if identity != self._identity or self._path.stat().st_size < self._offset:
+                    self._identity, self._offset, self._skipped_until = identity, 0, self._newest
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:  # not there yet, or just being replaced
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.splitlines()
+
+
+def _is_step(record: Mapping[str, Any]) -> bool:
+    return "reward/mean" in record or "train/loss" in record
+
+
+def _read_numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a record; NaN and infinities are strings in JSON."""
+    return {
+        name: float(value)
+        for name, value in record.items()
+        if isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
+    }
