@@ -1,4 +1,4 @@
-"""Runs commands in a terminal of 120 columns and records what they print, with the longest silence."""
+"""Runs commands in a terminal and records what they print, with the longest silence."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class Session:
     raw: str
     seconds: float
     longest_silence_s: float  # between the first output and the last
+    silent_after: str  # the end of the output before the longest silence
+    first_output_s: float  # from the start
 
     @property
     def text(self) -> str:
@@ -40,6 +42,7 @@ def record(
     timeout_s: float = 600.0,
     interrupt_after: str | None = None,
     environment: dict[str, str] | None = None,
+    columns: int = 120,
 ) -> Session:
     """Run a command in `folder` to its end and write its output to `log`.
 
@@ -47,7 +50,7 @@ def record(
         interrupt_after: Press Ctrl-C as soon as this text is printed.
     """
     leader, follower = pty.openpty()
-    size = {"COLUMNS": "120", "LINES": "40", "TERM": "xterm-256color"}
+    size = {"COLUMNS": str(columns), "LINES": "40", "TERM": "xterm-256color"}
     start = time.monotonic()
     process = subprocess.Popen(
         command,
@@ -68,13 +71,14 @@ def record(
         return True
 
     try:
-        raw, silence_s = _read_all(leader, start + timeout_s, interrupt_if_due)
+        raw, first, silence_s, silent_at = _read_all(leader, start + timeout_s, interrupt_if_due)
         code = process.wait(timeout=10)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         os.close(leader)
-    session = Session(code, raw.decode(errors="replace"), time.monotonic() - start, silence_s)
+    seconds, silent_after = time.monotonic() - start, _last_line(raw[:silent_at])
+    session = Session(code, raw.decode(errors="replace"), seconds, silence_s, silent_after, first - start)
     log.write_text(f"$ {' '.join(command)}\n{session.text}\n[exit code {code}, {session.seconds:.1f} s]\n")
     return session
 
@@ -87,8 +91,9 @@ def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def _read_all(leader: int, until: float, interrupt_if_due: Callable[[bytes], bool]) -> tuple[bytes, float]:
-    raw, last, silence_s, is_interrupted = b"", 0.0, 0.0, False
+def _read_all(leader: int, until: float, interrupt_if_due: Callable[[bytes], bool]) -> tuple[bytes, float, float, int]:
+    """Return the output, when its first part came, the longest silence after that, and how much came before it."""
+    raw, first, last, silence_s, silent_at, is_interrupted = b"", 0.0, 0.0, 0.0, 0, False
     while time.monotonic() < until:
         if not select.select([leader], [], [], 0.5)[0]:
             continue
@@ -99,7 +104,13 @@ def _read_all(leader: int, until: float, interrupt_if_due: Callable[[bytes], boo
         if not part:
             break
         now = time.monotonic()
-        silence_s = max(silence_s, now - last) if last else 0.0
-        raw, last = raw + part, now
+        if last and now - last > silence_s:
+            silence_s, silent_at = now - last, len(raw)
+        raw, first, last = raw + part, first or now, now
         is_interrupted = is_interrupted or interrupt_if_due(raw)
-    return raw, silence_s
+    return raw, first, silence_s, silent_at
+
+
+def _last_line(raw: bytes) -> str:
+    lines = ESCAPES.sub("", raw.decode(errors="replace")).replace("\r", "\n").splitlines()
+    return next((line for line in reversed(lines) if line.strip()), "")
