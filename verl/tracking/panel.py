@@ -104,8 +104,8 @@ def _render_pause(history: RunHistory) -> Text:
     if history.step_s is None:
         return line
     left_s = history.step_s - age_s
-    text = f"in about {duration(left_s)}" if left_s >= 0 else f"since {duration(-left_s)}"
-    return line.append(f", the next is expected {text}", style="dim")
+    expected = f"is expected in about {duration(left_s)}" if left_s >= 0 else f"was expected {duration(-left_s)} ago"
+    return line.append(f", the next {expected}", style="dim")
 
 
 def _render_stage(stage: Stage, name_width: int, width: int) -> Text:
