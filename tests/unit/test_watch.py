@@ -47,11 +47,12 @@ class Lines(Console):
 def test_the_last_steps_come_first_and_new_ones_as_they_appear(tmp_path: Path) -> None:
     append(tmp_path, "metrics", {"step": 0, "time": 90.0, "timing_s/start": 5.0})
     append(tmp_path, "metrics", *(step(number, 100.0 + number) for number in range(1, 21)))
+    append(tmp_path, "metrics", {"step": 5, "time": 105.5, "val/a/mean@1": 0.5})
     append(tmp_path, "warnings", {"step": 3, "time": 103.0, "text": "too fast"})
     watcher = Watcher(tmp_path, console := Lines())
     watcher.begin()
     assert [line.split()[1] for line in console.take()] == [str(number) for number in range(11, 21)]
-    assert len(console.history.steps) == 20
+    assert (len(console.history.steps), len(console.history.validations)) == (20, 1)
     assert (console.history.warning_count, console.history.start) == (1, 90.0)
     watcher.poll()
     assert console.take() == []

@@ -60,7 +60,7 @@ class Watcher:
     """Shows on a console what a run writes to its folder."""
 
     def __init__(self, folder: Path, console: Console) -> None:
-        self.console, self._folder = console, folder
+        self.console = console
         self._metrics, self._trained = (_JsonLines(folder / f"{name}.jsonl") for name in ("metrics", "trained"))
         self._warnings, self._starts = (_JsonLines(folder / f"{name}.jsonl") for name in ("warnings", "starts"))
 
@@ -75,8 +75,11 @@ class Watcher:
         for record in records:
             if steps and record["step"] >= steps[-_SHOWN:][0]:
                 self._show(record)
-            elif _is_step(record):
+                continue
+            if _is_step(record):
                 history.record_step(_read_numbers(record), record["step"], record["time"])
+            if _is_validation(record):
+                history.record_validation(_read_numbers(record), record["step"], record["time"])
         for warning in self._warnings.read():
             history.record_warning(str(warning.get("text")))
         for _ in self._trained.read():
@@ -104,7 +107,7 @@ class Watcher:
         numbers = _read_numbers(record)
         if _is_step(record):
             self.console.step(numbers, record["step"], record["time"])
-        if any(name.startswith("val/") for name in numbers):
+        if _is_validation(record):
             self.console.validation(numbers, record["step"], record["time"])
 
 
@@ -149,6 +152,10 @@ class _JsonLines:
 
 def _is_step(record: Mapping[str, Any]) -> bool:
     return "reward/mean" in record or "train/loss" in record
+
+
+def _is_validation(record: Mapping[str, Any]) -> bool:
+    return any(name.startswith("val/") for name in record)
 
 
 def _read_numbers(record: Mapping[str, Any]) -> dict[str, float]:
