@@ -40,8 +40,8 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
 def test_an_unknown_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     known = (
-        "Commands: train, sft, demo, data, generate, eval, merge, config, watch, explain, audit, scale, plan, migrate, "
-        "env, completion."
+        "Commands: train, sft, demo, data, generate, eval, merge, config, watch, show, report, runs, compare, explain, "
+        "audit, scale, plan, migrate, env, completion."
     )
     assert capsys.readouterr().err == f"verl: unknown command 'trian'. Did you mean 'train'? {known}\n"
     assert main(["xyz"]) == 2

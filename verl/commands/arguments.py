@@ -16,8 +16,11 @@ COMMANDS = {
     "eval": "score responses: mean@n, pass@k, maj@n",
     "merge": "convert a checkpoint to a Hugging Face model and verify it",
     "config": "print all settings with their documentation",
-    "show": "read the responses that a run has recorded",
     "watch": "follow a run elsewhere, from the files in its folder",
+    "show": "read the responses that a run has recorded",
+    "report": "write a run's curves, timeline, samples and settings into one HTML file",
+    "runs": "list the runs below a folder: state, steps, last reward and validation",
+    "compare": "print the settings and metrics of two runs side by side",
     "explain": "say what a number on the terminal or a metric means",
     "audit": "prove from a run's folder that every prompt was trained once, in time",
     "scale": "change the number of rollout engines of a run while it goes on",
@@ -28,7 +31,8 @@ COMMANDS = {
 }
 """Name -> summary of every subcommand, in the order of `verl --help`."""
 
-MODULES = {"eval": "evaluate"} | {name: f"runs.{name}" for name in ("show", "watch", "audit", "scale")}
+_RUNS = ("watch", "show", "report", "runs", "compare", "audit", "scale")
+MODULES = {"eval": "evaluate", **{name: f"runs.{name}" for name in _RUNS}}
 """Modules in `verl.commands` that are not named after their command."""
 
 SETTINGS_HELP = """\
