@@ -72,12 +72,26 @@ def find_chromium() -> str | None:
 
 def look_at(site: Path, pages: list[str], chromium: str) -> list[View]:
     """Return the views of these pages (paths below `site`); fails if Chromium does not end in time."""
-    done = threading.Event()
-    views: list[View] = []
     program = PROGRAM.replace("PAGES", json.dumps([f"/{page}" for page in pages])).replace("WIDTH", str(PHONE))
+    views, _ = run_program(site, program, chromium)
+    return [View(**view) for view in views]
+
+
+def run_program(site: Path, program: str, chromium: str) -> tuple[Any, list[str]]:
+    """Open a page in Chromium that posts JSON to `/`; returns that, and the paths that were requested.
+
+    Args:
+        site: Folder whose files the program can open, by paths from the root.
+        program: HTML of the page.
+        chromium: Path of the browser.
+    """
+    done = threading.Event()
+    results: list[Any] = []
+    requested: list[str] = []
 
     class Handler(SimpleHTTPRequestHandler):
         def do_GET(self) -> None:
+            requested.append(self.path)
             if self.path != "/look.html":
                 return super().do_GET()
             self.send_response(200)
@@ -86,8 +100,7 @@ def look_at(site: Path, pages: list[str], chromium: str) -> list[View]:
             return None
 
         def do_POST(self) -> None:
-            found = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            views.extend(View(**view) for view in found)
+            results.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(204)
             self.end_headers()
             done.set()
@@ -106,9 +119,9 @@ def look_at(site: Path, pages: list[str], chromium: str) -> list[View]:
         )
         try:
             if not done.wait(TIMEOUT_S):
-                raise TimeoutError(f"Chromium has not looked at {len(pages)} pages within {TIMEOUT_S:.0f} s")
+                raise TimeoutError(f"Chromium has not finished within {TIMEOUT_S:.0f} s; it requested {requested}")
         finally:
             browser.terminate()
             browser.wait(30)
             server.shutdown()
-    return views
+    return results[0], requested

@@ -206,7 +206,8 @@ class RunFolder:
         """Return how far the run is at a Unix time; `metrics` are read if they are not given."""
         metrics = self.read_metrics() if metrics is None else metrics
         times = [each.time for each in metrics] + [start.time for start in self.read_starts()]
-        step, total, last = max((each.step for each in metrics), default=0), self._read_total_steps(), max(times)
+        step, total = max((each.step for each in metrics), default=0), self._read_total_steps()
+        last = max(times, default=0.0)
         durations = [seconds for each in metrics[-20:] if (seconds := each.values.get("timing_s/step"))]
         patience = max(_MIN_SILENCE_S, _SILENT_STEPS * statistics.median(durations or [0.0]))
         name = "finished" if total and step >= total else "running" if now - last < patience else "stopped"

@@ -13,7 +13,8 @@ function smooth(values, weight) {
 
 // Return two to five round numbers in a range.
 function chooseTicks(low, high) {
-  const raw = (high - low) / 4, power = 10 ** Math.floor(Math.log10(raw));
+  const raw = (high - low) / 4,
+    power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((each) => each >= raw) || raw;
   const ticks = [];
   for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-9; tick += step) {
@@ -24,7 +25,8 @@ function chooseTicks(low, high) {
 
 // Return [low, high] of the finite values, never empty.
 function findRange(values) {
-  let low = Infinity, high = -Infinity;
+  let low = Infinity,
+    high = -Infinity;
   for (const value of values) {
     if (value === null || !Number.isFinite(value)) continue;
     low = Math.min(low, value);
@@ -37,7 +39,10 @@ function findRange(values) {
 
 function drawPath(points, className) {
   const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-  path.setAttribute("d", points.map(([x, y], index) => `${index ? "L" : "M"}${x.toFixed(2)} ${y.toFixed(2)}`).join(""));
+  path.setAttribute(
+    "d",
+    points.map(([x, y], index) => `${index ? "L" : "M"}${x.toFixed(2)} ${y.toFixed(2)}`).join(""),
+  );
   path.setAttribute("class", className);
   return path;
 }
@@ -67,8 +72,10 @@ function makeChart(name, steps, values, marks, smoothing) {
   if (smoothing > 0) svg.append(drawPath(toPoints(values), "raw"));
   svg.append(drawPath(toPoints(smoothing > 0 ? smooth(values, smoothing) : values), "curve"));
   plot.append(svg);
-  if (shown.length <= 12) for (const index of shown) plot.append(makeDot(toX(steps[index]), toY(values[index]), "dot"));
-  for (const index of known.filter((each) => !Number.isFinite(values[each]))) { // NaN: a red mark on the axis
+  if (shown.length <= 12)
+    for (const index of shown) plot.append(makeDot(toX(steps[index]), toY(values[index]), "dot"));
+  for (const index of known.filter((each) => !Number.isFinite(values[each]))) {
+    // NaN: a red mark on the axis
     plot.append(makeDot(toX(steps[index]), 100, "dot odd"));
   }
   for (const mark of marks) {
@@ -88,7 +95,8 @@ const makeDot = (x, y, className) => make("div", { className, style: { left: `${
 
 // Let the pointer select a step in all charts; the card's corner shows the value there, otherwise the last one.
 function addCursor(card, plot, last, { steps, values, known, toX, toY }) {
-  const line = make("div", { className: "cursor", hidden: true }), dot = make("div", { className: "dot", hidden: true });
+  const line = make("div", { className: "cursor", hidden: true }),
+    dot = make("div", { className: "dot", hidden: true });
   plot.append(line, dot);
   const chart = {
     card,
@@ -109,7 +117,8 @@ function addCursor(card, plot, last, { steps, values, known, toX, toY }) {
   chart.showStep(null);
   charts.add(chart);
   plot.addEventListener("pointermove", (event) => {
-    const box = plot.getBoundingClientRect(), share = (event.clientX - box.left) / box.width;
+    const box = plot.getBoundingClientRect(),
+      share = (event.clientX - box.left) / box.width;
     showStepEverywhere(steps[0] + share * (steps[steps.length - 1] - steps[0]));
   });
   plot.addEventListener("pointerleave", () => showStepEverywhere(null));
@@ -124,10 +133,12 @@ function showStepEverywhere(step) {
 
 // Return the one of the ascending indices `known` whose step is nearest, -1 if there is none.
 function findNearest(known, steps, step) {
-  let low = 0, high = known.length - 1;
+  let low = 0,
+    high = known.length - 1;
   while (high - low > 1) {
     const middle = (low + high) >> 1;
-    if (steps[known[middle]] < step) low = middle; else high = middle;
+    if (steps[known[middle]] < step) low = middle;
+    else high = middle;
   }
   if (high < 0) return -1;
   return Math.abs(steps[known[low]] - step) <= Math.abs(steps[known[high]] - step) ? known[low] : known[high];

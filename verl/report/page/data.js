@@ -11,7 +11,8 @@ async function readData(name) {
 
 function decodeBase64(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
-  const binary = atob(text), bytes = new Uint8Array(binary.length);
+  const binary = atob(text),
+    bytes = new Uint8Array(binary.length);
   for (let index = 0; index < binary.length; index++) bytes[index] = binary.charCodeAt(index);
   return bytes;
 }
@@ -24,7 +25,8 @@ const texts = [];
 async function readTexts(onProgress) {
   for (let number = 0; number < run.chunks; number++) {
     const chunk = await readData(`texts-${number}`);
-    for (const [prompt, segments, facts] of chunk.rows) texts.push({ prompt: chunk.prompts[prompt], segments, facts });
+    for (const [prompt, segments, facts] of chunk.rows)
+      texts.push({ prompt: chunk.prompts[prompt], segments, facts });
     onProgress();
     await new Promise((resolve) => setTimeout(resolve));
   }

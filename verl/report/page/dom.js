@@ -37,7 +37,10 @@ const formatCount = (count, noun) => `${count.toLocaleString("en-US")} ${noun}${
 
 // Show a text while the pointer is over an element; `describe` is called with the event.
 const tips = new WeakMap();
-const setTip = (element, describe) => { tips.set(element, describe); return element; };
+const setTip = (element, describe) => {
+  tips.set(element, describe);
+  return element;
+};
 
 function findTip(target) {
   for (let element = target; element instanceof Element; element = element.parentElement) {
@@ -47,8 +50,12 @@ function findTip(target) {
 }
 
 function showTip(event) {
-  const tip = byId("tip"), describe = findTip(event.target);
-  if (!describe) { tip.hidden = true; return; }
+  const tip = byId("tip"),
+    describe = findTip(event.target);
+  if (!describe) {
+    tip.hidden = true;
+    return;
+  }
   const host = document.querySelector("dialog[open]") || document.body; // above an open dialog
   if (tip.parentElement !== host) host.append(tip);
   tip.textContent = describe(event);
@@ -61,9 +68,18 @@ function showTip(event) {
 
 document.addEventListener("pointermove", showTip);
 document.addEventListener("pointerdown", showTip);
-document.addEventListener("scroll", () => { byId("tip").hidden = true; }, true);
+document.addEventListener(
+  "scroll",
+  () => {
+    byId("tip").hidden = true;
+  },
+  true,
+);
 
 function debounce(action, milliseconds) {
   let timer = 0;
-  return () => { clearTimeout(timer); timer = setTimeout(action, milliseconds); };
+  return () => {
+    clearTimeout(timer);
+    timer = setTimeout(action, milliseconds);
+  };
 }

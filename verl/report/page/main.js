@@ -6,7 +6,9 @@ function showHeader() {
   byId("state").textContent = state.name;
   byId("state").classList.add(state.name);
   const total = state.total ? ` of ${state.total.toLocaleString("en-US")}` : "";
-  const age = state.time ? `, last record ${formatDuration(Math.max(0, run.built - state.time))} before this page was made` : "";
+  const age = state.time
+    ? `, last record ${formatDuration(Math.max(0, run.built - state.time))} before this page was made`
+    : "";
   byId("progress").textContent = `step ${state.step.toLocaleString("en-US")}${total}${age}`;
   byId("reload").hidden = !location.protocol.startsWith("http");
   byId("reload").onclick = () => location.reload();
@@ -24,15 +26,22 @@ function switchTheme() {
 
 function handleKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || !sampleCount) return;
-  const isTyping = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName), isOpen = byId("group").open;
+  const isTyping = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName),
+    isOpen = byId("group").open;
   if (isTyping) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
   const inTable = isOpen || document.activeElement === byId("sample-rows");
-  const offsets = { j: 1, k: -1, ...(inTable ? { ArrowDown: 1, ArrowUp: -1 } : {}), ...(isOpen ? { ArrowRight: 1, ArrowLeft: -1 } : {}) };
+  const offsets = {
+    j: 1,
+    k: -1,
+    ...(inTable ? { ArrowDown: 1, ArrowUp: -1 } : {}),
+    ...(isOpen ? { ArrowRight: 1, ArrowLeft: -1 } : {}),
+  };
   if (event.key in offsets) {
-    if (isOpen) openNext(offsets[event.key]); else moveChosen(offsets[event.key]);
+    if (isOpen) openNext(offsets[event.key]);
+    else moveChosen(offsets[event.key]);
   } else if (event.key === "/") {
     byId("group").close();
     byId("samples").scrollIntoView();
@@ -58,7 +67,10 @@ byId("metric-search").oninput = debounce(showCurves, 120);
 document.addEventListener("keydown", handleKey);
 document.documentElement.dataset.state = "drawn";
 if (sampleCount) {
-  await readTexts(() => { drawRows(); showCount(); });
+  await readTexts(() => {
+    drawRows();
+    showCount();
+  });
   if (byId("sample-search").value) applyFilters();
   openLinked();
 }

@@ -21,18 +21,40 @@ const COLUMNS = [
 const view = { rows: [], sort: null, descending: false, chosen: -1 }; // `rows` and `chosen` are positions of samples
 
 function makeFilters() {
-  const number = (id, title) => make("input", { type: "number", id, step: "any", ariaLabel: title, oninput: applyLater });
-  const range = (name, id) => make("label", {}, name,
-    number(`${id}-low`, `${name}, lowest`), "–", number(`${id}-high`, `${name}, highest`));
-  const choice = (name, id, values) => make("label", {}, name, make("select", { id, onchange: applyFilters },
-    make("option", { value: "", textContent: "all" }),
-    ...values.map((value, index) => make("option", { value: String(index + 1), textContent: value || "–" }))));
-  return make("div", { className: "filters" },
-    make("input", { type: "search", id: "sample-search", placeholder: "search texts ( / )", ariaLabel: "Search texts", oninput: applyLater }),
-    range("step", "step"), choice("split", "split", ["train", "val"]), range("score", "score"), range("tokens", "tokens"),
+  const number = (id, title) =>
+    make("input", { type: "number", id, step: "any", ariaLabel: title, oninput: applyLater });
+  const range = (name, id) =>
+    make("label", {}, name, number(`${id}-low`, `${name}, lowest`), "–", number(`${id}-high`, `${name}, highest`));
+  const choice = (name, id, values) =>
+    make(
+      "label",
+      {},
+      name,
+      make(
+        "select",
+        { id, onchange: applyFilters },
+        make("option", { value: "", textContent: "all" }),
+        ...values.map((value, index) => make("option", { value: String(index + 1), textContent: value || "–" })),
+      ),
+    );
+  return make(
+    "div",
+    { className: "filters" },
+    make("input", {
+      type: "search",
+      id: "sample-search",
+      placeholder: "search texts ( / )",
+      ariaLabel: "Search texts",
+      oninput: applyLater,
+    }),
+    range("step", "step"),
+    choice("split", "split", ["train", "val"]),
+    range("score", "score"),
+    range("tokens", "tokens"),
     samples.finishes.length > 1 ? choice("end", "finish", samples.finishes) : null,
     samples.sources.length > 1 ? choice("source", "source", samples.sources) : null,
-    make("button", { textContent: "clear", onclick: clearFilters }));
+    make("button", { textContent: "clear", onclick: clearFilters }),
+  );
 }
 
 function showSamples() {
@@ -41,17 +63,31 @@ function showSamples() {
     target.textContent = "No samples were recorded yet (trainer.samples.per_step).";
     return;
   }
-  const head = make("div", { className: "row head" }, ...COLUMNS.map((column, index) => make("button", {
-    className: classOf(column), textContent: column.title, disabled: !column.key, onclick: () => sortBy(index),
-  })));
+  const head = make(
+    "div",
+    { className: "row head" },
+    ...COLUMNS.map((column, index) =>
+      make("button", {
+        className: classOf(column),
+        textContent: column.title,
+        disabled: !column.key,
+        onclick: () => sortBy(index),
+      }),
+    ),
+  );
   const body = make("div", { className: "body", id: "sample-rows", tabIndex: 0, onscroll: drawRows });
   body.addEventListener("click", (event) => {
     const row = event.target.closest(".row");
     if (row) openGroup(Number(row.dataset.position));
   });
-  target.replaceChildren(makeFilters(), make("div", { className: "table" }, head, body), make("p", {
-    className: "muted", textContent: "j and k: next and previous sample, Enter: open its group, /: search, Escape: close.",
-  }));
+  target.replaceChildren(
+    makeFilters(),
+    make("div", { className: "table" }, head, body),
+    make("p", {
+      className: "muted",
+      textContent: "j and k: next and previous sample, Enter: open its group, /: search, Escape: close.",
+    }),
+  );
   applyFilters();
 }
 
@@ -60,7 +96,8 @@ const classOf = (column) => `${column.right ? "right" : ""} ${column.wide ? "wid
 function makeRangeTest(id, key) {
   const [low, high] = ["low", "high"].map((end) => byId(`${id}-${end}`).value);
   if (low === "" && high === "") return null;
-  const from = low === "" ? -Infinity : Number(low), to = high === "" ? Infinity : Number(high);
+  const from = low === "" ? -Infinity : Number(low),
+    to = high === "" ? Infinity : Number(high);
   return (position) => key(position) >= from && key(position) <= to;
 }
 
@@ -75,14 +112,19 @@ function makeTextTest() {
   const pattern = new RegExp(query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "i");
   return (position) => {
     const text = texts[position];
-    return Boolean(text) && (pattern.test(text.prompt) || pattern.test(text.facts.truth)
-      || text.segments.some((segment) => pattern.test(segment)));
+    return (
+      Boolean(text) &&
+      (pattern.test(text.prompt) ||
+        pattern.test(text.facts.truth) ||
+        text.segments.some((segment) => pattern.test(segment)))
+    );
   };
 }
 
 function applyFilters() {
   const tests = [
-    makeRangeTest("step", stepOf), makeRangeTest("score", scoreOf),
+    makeRangeTest("step", stepOf),
+    makeRangeTest("score", scoreOf),
     makeRangeTest("tokens", (position) => samples.tokens[position]),
     makeChoiceTest("split", (position) => (splitOf(position) === "train" ? 0 : 1)),
     makeChoiceTest("finish", (position) => samples.finish[position]),
@@ -133,7 +175,8 @@ function compare(a, b) {
 }
 
 function showCount() {
-  const all = formatCount(sampleCount, "sample"), found = view.rows.length.toLocaleString("en-US");
+  const all = formatCount(sampleCount, "sample"),
+    found = view.rows.length.toLocaleString("en-US");
   const reading = texts.length < sampleCount ? ", reading texts …" : "";
   byId("sample-count").textContent = (view.rows.length < sampleCount ? `${found} of ${all}` : all) + reading;
 }
@@ -143,19 +186,28 @@ function drawRows() {
   const first = Math.max(0, Math.floor(body.scrollTop / ROW_HEIGHT) - 5);
   const count = Math.ceil((body.clientHeight || 600) / ROW_HEIGHT) + 10;
   const filler = make("div", { style: { height: `${view.rows.length * ROW_HEIGHT}px` } });
-  body.replaceChildren(filler, ...view.rows.slice(first, first + count).map((position, index) => drawRow(position, first + index)));
+  body.replaceChildren(
+    filler,
+    ...view.rows.slice(first, first + count).map((position, index) => drawRow(position, first + index)),
+  );
 }
 
 function drawRow(position, place) {
   const chosen = position === view.chosen ? " chosen" : "";
-  const cells = COLUMNS.map((column) => make("span", {
-    className: `${classOf(column)}${column.key ? "" : " mono"}`,
-    textContent: column.key ? formatCell(column.key(position)) : previewOf(position),
-  }));
-  return make("div", { className: `row${chosen}`, dataset: { position }, style: { top: `${place * ROW_HEIGHT}px` } }, ...cells);
+  const cells = COLUMNS.map((column) =>
+    make("span", {
+      className: `${classOf(column)}${column.key ? "" : " mono"}`,
+      textContent: column.key ? formatCell(column.key(position)) : previewOf(position),
+    }),
+  );
+  return make(
+    "div",
+    { className: `row${chosen}`, dataset: { position }, style: { top: `${place * ROW_HEIGHT}px` } },
+    ...cells,
+  );
 }
 
-const formatCell = (value) => (typeof value === "number" ? formatNumber(value) : value ?? "–");
+const formatCell = (value) => (typeof value === "number" ? formatNumber(value) : (value ?? "–"));
 
 function previewOf(position) {
   const text = texts[position];
@@ -173,8 +225,10 @@ function moveChosen(offset) {
 
 function chooseSample(position) {
   view.chosen = position;
-  const body = byId("sample-rows"), top = view.rows.indexOf(position) * ROW_HEIGHT;
+  const body = byId("sample-rows"),
+    top = view.rows.indexOf(position) * ROW_HEIGHT;
   if (top < body.scrollTop) body.scrollTop = top;
-  else if (top + ROW_HEIGHT > body.scrollTop + body.clientHeight) body.scrollTop = top + ROW_HEIGHT - body.clientHeight;
+  else if (top + ROW_HEIGHT > body.scrollTop + body.clientHeight)
+    body.scrollTop = top + ROW_HEIGHT - body.clientHeight;
   drawRows();
 }

@@ -1,6 +1,8 @@
 // Tokens as spans, colored by one of their numbers.
 
-const LOGPROB_STEPS = 100, GAP_STEPS = 1000, ADVANTAGE_STEPS = 1000; // as in sample_tokens.py
+const LOGPROB_STEPS = 100,
+  GAP_STEPS = 1000,
+  ADVANTAGE_STEPS = 1000; // as in sample_tokens.py
 const divide = (values, steps) => values && values.map((value) => (value === null ? null : value / steps));
 
 const COLORINGS = {
@@ -38,8 +40,11 @@ function describeToken(tokens, index) {
 
 // Return the range of colors: symmetric around 0 if signed; for two or more samples together, so that they compare.
 function findColorRange(coloring, all) {
-  const numbers = all.flatMap((tokens) => (coloring.values(tokens) || []).filter(
-    (value, index) => value !== null && tokens.generated[index])).sort((a, b) => a - b);
+  const numbers = all
+    .flatMap((tokens) =>
+      (coloring.values(tokens) || []).filter((value, index) => value !== null && tokens.generated[index]),
+    )
+    .sort((a, b) => a - b);
   if (!numbers.length) return null;
   const at = (share) => numbers[Math.min(numbers.length - 1, Math.floor(share * numbers.length))];
   if (!coloring.signed) return [at(0.01), at(0.99)];
@@ -60,7 +65,13 @@ const mix = (name, share) => `color-mix(in srgb, var(${name}) ${Math.round(65 * 
 
 // Color the spans of all samples; returns the legend, or null without numbers. `drawn` are {tokens, segments}.
 function colorTokens(name, drawn) {
-  const coloring = COLORINGS[name], range = coloring && findColorRange(coloring, drawn.map((each) => each.tokens));
+  const coloring = COLORINGS[name],
+    range =
+      coloring &&
+      findColorRange(
+        coloring,
+        drawn.map((each) => each.tokens),
+      );
   for (const { tokens, segments } of drawn) {
     const values = coloring && coloring.values(tokens);
     let index = 0;
@@ -73,8 +84,15 @@ function colorTokens(name, drawn) {
   }
   if (!coloring) return null;
   if (!range) return make("span", { className: "scale", textContent: "these samples have no such numbers" });
-  const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => chooseColor(coloring, range[0] + share * (range[1] - range[0]), range));
-  return make("span", { className: "scale" }, formatNumber(range[0]),
-    make("i", { style: { background: `linear-gradient(to right, ${stops.join(", ")})` } }), formatNumber(range[1]),
-    coloring.note ? ` ${coloring.note}` : "");
+  const stops = [0, 0.25, 0.5, 0.75, 1].map((share) =>
+    chooseColor(coloring, range[0] + share * (range[1] - range[0]), range),
+  );
+  return make(
+    "span",
+    { className: "scale" },
+    formatNumber(range[0]),
+    make("i", { style: { background: `linear-gradient(to right, ${stops.join(", ")})` } }),
+    formatNumber(range[1]),
+    coloring.note ? ` ${coloring.note}` : "",
+  );
 }
