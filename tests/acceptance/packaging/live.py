@@ -39,6 +39,8 @@ class AnimatedConsole(Console):
 
 console = AnimatedConsole()
 with console.stage("importing libraries", is_logged=False):
+    import torch  # which the run needs, and imports outside of all stages
+
     from verl.config.load import load
     from verl.trainer.launcher import train
 
