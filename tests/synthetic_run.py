@@ -211,6 +211,7 @@ def _make_phases(rng: random.Random, size: Size) -> Iterator[dict[str, Any]]:
 def _make_starts(size: Size) -> list[dict[str, Any]]:
     command = "verl train data.train_files=train.parquet actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct"
     start = {
+        "total_steps": size.steps,
         "command": command,
         "settings": {
             "data.train_files": {"value": "train.parquet", "origin": "command line"},

@@ -15,15 +15,18 @@ from verl.tracking.run_folder import StepMetrics
 
 pytestmark = pytest.mark.unit
 
+STEPS = "trainer.total_training_steps"
+
 
 def make_run(folder: Path, reward: float, **settings: object) -> Path:
-    """Write a run of one step with these changed settings."""
+    """Write a run of one step, of one in all if a setting says so, with these changed settings."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(
         json.dumps({"step": 1, "time": BEGAN, "reward/mean": reward, "val/a/mean@1": 0.5, "val/b/mean@1": 1.0}) + "\n"
     )
     changed = {key: {"value": value, "origin": "command line"} for key, value in settings.items()}
-    (folder / "starts.jsonl").write_text(json.dumps({"step": 0, "time": BEGAN, "settings": changed}) + "\n")
+    start = {"step": 0, "time": BEGAN, "settings": changed, "total_steps": settings.get(STEPS)}
+    (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
     return folder
 
 
@@ -58,7 +61,7 @@ def test_report_says_that_its_output_cannot_be_written(tmp_path: Path, capsys: p
 
 def test_runs_lists_the_latest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "project" / "first", 0.25)
-    second = make_run(tmp_path / "second", 0.75, **{"trainer.total_training_steps": 1})
+    second = make_run(tmp_path / "second", 0.75, **{STEPS: 1})
     with (second / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 1, "time": BEGAN + 9, "timing_s/save": 1.0}) + "\n")
     assert main(["runs", str(tmp_path)]) == 0

@@ -89,8 +89,7 @@ def test_a_resumed_run_that_replaces_its_files_is_followed(tmp_path: Path) -> No
     }.items():
         (tmp_path / f"{name}.jsonl").rename(tmp_path / f"{name}-1.jsonl")
         append(tmp_path, name, *records)
-    settings = {"trainer.total_training_steps": {"value": 50, "origin": "command line"}}
-    append(tmp_path, "starts", {"step": 3, "time": 199.0, "command": "verl train", "settings": settings})
+    append(tmp_path, "starts", {"step": 3, "time": 199.0, "total_steps": 50, "command": "verl train"})
     watcher.poll()
     resumed, again = console.take()
     assert resumed == "the run resumed after step 3"

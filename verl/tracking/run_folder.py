@@ -60,6 +60,7 @@ class Start:
 
     step: int
     time: float
+    total_steps: int | None
     command: str
     settings: Sequence[Setting]
     environment: Mapping[str, Mapping[str, str]]
@@ -89,7 +90,7 @@ class RunState:
     """How far a run is, at the time of its last record.
 
     `name` is "running", "finished", or "stopped". A run that wrote a record recently counts as running. Only a run that
-    has done `total_steps` counts as finished; the number of steps is known if trainer.total_training_steps is set.
+    has done `total_steps`, if they are known, counts as finished.
     """
 
     name: str
@@ -144,6 +145,7 @@ class RunFolder:
             Start(
                 record["step"],
                 _get_time(record),
+                steps if isinstance(steps := record.get("total_steps"), int) else None,
                 str(record.get("command", "")),
                 [
                     Setting(key, _write_flow(change.get("value")), str(change.get("origin", "")))
@@ -205,19 +207,15 @@ class RunFolder:
     def read_state(self, now: float, metrics: Sequence[StepMetrics] | None = None) -> RunState:
         """Return how far the run is at a Unix time; `metrics` are read if they are not given."""
         metrics = self.read_metrics() if metrics is None else metrics
-        times = [each.time for each in metrics] + [start.time for start in self.read_starts()]
-        step, total = max((each.step for each in metrics), default=0), self._read_total_steps()
+        starts = self.read_starts()
+        times = [each.time for each in metrics] + [start.time for start in starts]
+        step = max((each.step for each in metrics), default=0)
+        total = starts[-1].total_steps if starts else None
         last = max(times, default=0.0)
         durations = [seconds for each in metrics[-20:] if (seconds := each.values.get("timing_s/step"))]
         patience = max(_MIN_SILENCE_S, _SILENT_STEPS * statistics.median(durations or [0.0]))
         name = "finished" if total and step >= total else "running" if now - last < patience else "stopped"
         return RunState(name, step, total, last or None)
-
-    def _read_total_steps(self) -> int | None:
-        settings = (*self.read_settings(), *(each for start in self.read_starts() for each in start.settings))
-        values = {each.key: each.value for each in settings}
-        text = values.get("trainer.total_training_steps", "")
-        return int(text) if text.isdecimal() else None
 
     def _read_records(self, name: str) -> Iterator[dict[str, Any]]:
         """Yield the records of NAME.jsonl that have a step."""

@@ -113,7 +113,7 @@ def test_settings_keep_their_order_their_text_and_their_origin(tmp_path: Path) -
     ("now", "total", "name"), [(100.0, None, "running"), (1e6, None, "stopped"), (100.0, 2, "finished")]
 )
 def test_state(tmp_path: Path, now: float, total: int | None, name: str) -> None:
-    start = {"step": 0, "time": 1.0, "settings": {"trainer.total_training_steps": {"value": total, "origin": "x"}}}
+    start = {"step": 0, "time": 1.0, "total_steps": total}
     run = make(tmp_path, metrics=[{"step": 2, "time": 90.0, "timing_s/step": 10.0}], starts=[start])
     state = run.read_state(now)
     assert (state.name, state.step, state.total_steps, state.time) == (name, 2, total, 90.0)

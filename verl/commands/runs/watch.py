@@ -100,8 +100,8 @@ class Watcher:
     def _record_start(self, start: Mapping[str, Any]) -> None:
         history = self.console.history
         history.start = start["time"]
-        setting = start.get("settings", {}).get("trainer.total_training_steps", {}).get("value")
-        history.total_steps = setting if isinstance(setting, int) else None
+        steps = start.get("total_steps")
+        history.total_steps = steps if isinstance(steps, int) else None
 
     def _show(self, record: Mapping[str, Any]) -> None:
         numbers = _read_numbers(record)
