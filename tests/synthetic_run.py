@@ -304,7 +304,7 @@ def _make_response(
 ) -> dict[str, Any]:
     """Return the columns of a response. Validation has no advantages, and no numbers of the trainer."""
     result = a + b if is_right else a + b + rng.choice((-100, -10, 10, 100))
-    thoughts = " ".join(rng.choice(_THOUGHTS).format(a=a, b=b) for _ in range(rng.randrange(3, 9)))
+    thoughts = " ".join(_think(rng, a, b) for _ in range(rng.randrange(3, 9)))
     call = f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{a}+{b}"}}}}</tool_call>'
     segments = [(f"{rng.choice(_OPENINGS)} {thoughts}\n", True)]
     if rng.random() < 0.5:
@@ -332,6 +332,11 @@ def _make_response(
         "advantages": np.where(generated, advantage, 0).astype(np.float32),
         "entropies": np.where(generated, abs(noise.normal(0, 0.05, len(mask))) - 0.8 * rollout, 0).astype(np.float32),
     }
+
+
+def _think(rng: random.Random, a: int, b: int) -> str:
+    x, y = rng.randrange(10, 10_000), rng.randrange(10, 10_000)
+    return f"{rng.choice(_THOUGHTS).format(a=a, b=b)} {x} + {y} = {x + y}."
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Any
 
 import verl
 from verl.redaction import redact
-from verl.report.curves import group_metrics, make_columns, thin_out
+from verl.report.curves import group_metrics, list_notable, make_columns, thin_out
 from verl.report.sample_texts import (
     SampleSet,
     choose_text_limit,
@@ -18,7 +18,7 @@ from verl.report.sample_texts import (
     read_sample_set,
 )
 from verl.report.sample_tokens import choose_groups, read_tokens
-from verl.tracking.run_folder import Phase, RunFolder, Setting, StepMetrics, merge_names
+from verl.tracking.run_folder import Phase, RunFolder, Setting, StepMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def read_run(folder: RunFolder, now: float) -> dict[str, Any]:
         "state": {"name": state.name, "step": state.step, "total": state.total_steps, "time": state.time},
         "began": min(filter(None, [*(each.time for each in starts), *(each.time for each in metrics)]), default=None),
         "metrics": make_columns(shown),
-        "groups": [{"title": title, "names": names} for title, names in group_metrics(merge_names(shown))],
+        "groups": [{"title": title, "names": names} for title, names in group_metrics(list_notable(shown))],
         "warnings": [[each.step, each.time, redact(each.text)] for each in folder.read_warnings()],
         "starts": [
             {

@@ -74,6 +74,15 @@ def group_metrics(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         rest = [name for name in rest if name not in chosen]
 
 
+def list_notable(metrics: Sequence[StepMetrics]) -> list[str]:
+    """Return the names of metrics that are not always 0, as counts of problems are; rewards and validations always."""
+    return [
+        name
+        for name in merge_names(metrics)
+        if name == "reward/mean" or name.startswith("val/") or any(each.values.get(name) for each in metrics)
+    ]
+
+
 def thin_out(metrics: Sequence[StepMetrics]) -> tuple[list[StepMetrics], int]:
     """Return every n-th step, the steps with a validation and the last one; and n."""
     stride = max(1, math.ceil(len(metrics) / MAX_STEPS))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from verl.report.curves import MAX_STEPS, group_metrics, make_columns, thin_out, to_json
+from verl.report.curves import MAX_STEPS, group_metrics, list_notable, make_columns, thin_out, to_json
 from verl.tracking.run_folder import StepMetrics
 
 pytestmark = pytest.mark.unit
@@ -20,6 +20,14 @@ def test_a_metric_is_in_the_first_group_that_names_it() -> None:
         ("Policy update", ["actor/entropy"]),
         ("Time", ["timing_s/gen"]),
     ]
+
+
+def test_metrics_that_are_always_0_come_last_unless_they_measure_success() -> None:
+    steps = [
+        StepMetrics(1, 0.0, {"reward/mean": 0.0, "val/a/mean@1": 0.0, "reward/error_rate": 0.0, "actor/kl": 0.0}),
+        StepMetrics(2, 0.0, {"reward/mean": 0.0, "actor/kl": 0.5, "actor/grad_norm": math.nan}),
+    ]
+    assert list_notable(steps) == ["reward/mean", "val/a/mean@1", "actor/kl", "actor/grad_norm"]
 
 
 def test_long_runs_are_thinned_out_but_keep_validations_and_the_last_step() -> None:

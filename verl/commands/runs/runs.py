@@ -66,20 +66,21 @@ def find_runs(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
 
 def make_table(folders: Sequence[RunFolder], root: Path, now: float) -> Table:
     """Return a row for each run, the latest first."""
-    rows = []
+    rows: list[tuple[float, list[Text]]] = []
     for folder in folders:
         metrics = folder.read_metrics()
         state = folder.read_state(now, metrics)
         steps = f"{state.step:,}" + (f" of {state.total_steps:,}" if state.total_steps else "")
         age = "-" if state.time is None else f"{duration(max(0.0, now - state.time))} ago"
         name = folder.path.name if folder.path == root else str(folder.path.relative_to(root))
-        cells = (steps, _last_reward(metrics), _last_validation(metrics), age)
-        rows.append((state.time or 0.0, [show_controls(name), Text(state.name, _STYLES[state.name]), *cells]))
+        numbers = (steps, _last_reward(metrics), _last_validation(metrics), age)
+        cells = [Text(show_controls(name)), Text(state.name, _STYLES[state.name]), *map(Text, numbers)]
+        rows.append((state.time or 0.0, cells))
     table = Table("run", "state", box=None, pad_edge=False)
     for title in ("steps", "reward", "validation", "last record"):
         table.add_column(title, justify="right", no_wrap=True)
-    for _, row in sorted(rows, key=lambda row: -row[0]):
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    for _, cells in sorted(rows, key=lambda row: -row[0]):
+        table.add_row(*cells)
     return table
 
 

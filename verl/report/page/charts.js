@@ -85,7 +85,7 @@ function makeChart(name, steps, values, marks, smoothing) {
   }
 
   const last = make("span", { className: "current" });
-  const title = make("span", { className: "title", textContent: name });
+  const title = make("span", { className: "title" }, ...makeBreakable(name));
   const card = make("article", { className: "card chart", dataset: { name } }, make("header", {}, title, last), plot);
   addCursor(card, plot, last, { name, steps, values, known, toX, toY });
   return card;

@@ -90,7 +90,7 @@ function showOverview() {
   if (run.began && state.time) {
     const note =
       run.starts.length > 1 ? `${formatCount(run.starts.length, "start")}` : `began ${formatTime(run.began)}`;
-    tiles.push(makeTile("from begin to last record", formatDuration(state.time - run.began), note));
+    tiles.push(makeTile("duration", formatDuration(state.time - run.began), note));
   }
   byId("overview").replaceChildren(
     make("div", { className: "tiles" }, ...tiles.filter(Boolean)),
@@ -103,7 +103,7 @@ const makeTile = (label, value, note) =>
   make(
     "div",
     { className: "card tile" },
-    make("div", { className: "label", textContent: label }),
+    make("div", { className: "label" }, ...makeBreakable(label)),
     make("div", { className: "value", textContent: value }),
     make("div", { className: "note", textContent: note }),
   );

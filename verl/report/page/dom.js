@@ -35,6 +35,9 @@ function formatDuration(seconds) {
 const formatTime = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString() : "unknown");
 const formatCount = (count, noun) => `${count.toLocaleString("en-US")} ${noun}${count === 1 ? "" : "s"}`;
 
+// Return the nodes of a name that lines may break at its separators.
+const makeBreakable = (name) => name.split(/(?<=[_/.@])/).flatMap((part, index) => (index ? [make("wbr"), part] : [part]));
+
 // Show a text while the pointer is over an element; `describe` is called with the event.
 const tips = new WeakMap();
 const setTip = (element, describe) => {

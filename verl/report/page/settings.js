@@ -29,7 +29,7 @@ function makeRows(rows) {
         make(
           "tr",
           {},
-          make("td", { className: "mono", textContent: key }),
+          make("td", { className: "mono" }, ...makeBreakable(key)),
           make("td", { className: "mono", textContent: value }),
           make("td", { className: "muted", textContent: origin }),
         ),
