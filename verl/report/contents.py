@@ -117,7 +117,7 @@ def _describe_omissions(data: SampleSet, text_limit: int, with_tokens: int) -> I
     if data.skipped_rows:
         yield f"{data.skipped_rows:,} of {data.skipped_rows + count:,} recorded samples are not in this page."
     if data.damaged_files:
-        yield f"{data.damaged_files:,} sample files could not be read."
+        yield f"Sample files that could not be read: {data.damaged_files:,}."
     if shortened := count_shortened(data.samples, text_limit):
         yield f"The texts of {shortened:,} samples are shortened to about {text_limit:,} characters."
     if with_tokens < count:

@@ -1,2 +1,2 @@
-"""Metrics and timers, the console, metric loggers, and advice about training problems. Plain Python and rich, no torch;
-any package above may import it."""
+"""Metrics and timers, the console, metric loggers, advice about training problems, and reading what a run wrote. Plain
+Python, rich and pyarrow, no torch; any package above may import it."""

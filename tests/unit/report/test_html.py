@@ -181,7 +181,7 @@ def test_a_run_without_samples_or_steps_has_a_page(tmp_path: Path) -> None:
 def test_a_damaged_sample_file_is_counted(tmp_path: Path) -> None:
     write_run(tmp_path, Size(2, 1, 1, 2), is_killed=True)
     (tmp_path / "samples" / "train_00000009.parquet").write_bytes(b"PAR1")
-    assert unpack(build(tmp_path))["run"]["omissions"] == ["1 sample files could not be read."]
+    assert unpack(build(tmp_path))["run"]["omissions"] == ["Sample files that could not be read: 1."]
 
 
 def test_secrets_are_hidden(tmp_path: Path) -> None:

@@ -86,3 +86,12 @@ function debounce(action, milliseconds) {
     timer = setTimeout(action, milliseconds);
   };
 }
+
+// Say in the page that a part of it failed, e.g. in a browser that is too old.
+function showProblem(reason) {
+  byId("problem").textContent = `This page could not be shown completely: ${reason}`;
+  byId("problem").hidden = false;
+}
+
+addEventListener("error", (event) => showProblem(event.message));
+addEventListener("unhandledrejection", (event) => showProblem(event.reason));

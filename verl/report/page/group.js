@@ -16,9 +16,10 @@ async function openGroup(position) {
   chooseSample(position);
   if (!dialog.open) dialog.showModal();
   history.replaceState(null, "", `#${linkOf(position)}`);
+  while (!texts[position]) await new Promise((resolve) => setTimeout(resolve, 50)); // they are still being read
   const members = listGroup(position),
     tokens = await readTokens(samples.file[position]);
-  if (view.chosen !== position || !texts[position]) return; // another one was chosen meanwhile, or is not read yet
+  if (view.chosen !== position) return; // another one was chosen in the meantime
   const drawn = members.map((member) => ({
     member,
     tokens: tokens[member],
