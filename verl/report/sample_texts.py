@@ -128,7 +128,8 @@ def choose_text_limit(lengths: Sequence[int], budget: int) -> int:
 def make_table(data: SampleSet) -> dict[str, Any]:
     """Return the columns that the page filters and sorts by. Texts of few values are indices into lists."""
     samples = data.samples
-    sources, finishes = ({}, {})  # type: dict[str, int], dict[str, int]
+    sources: dict[str, int] = {}
+    finishes: dict[str, int] = {}
     return {
         "files": [[file.split, file.step] for file in data.files],
         "file": [each.file for each in samples],
