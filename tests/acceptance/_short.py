@@ -26,7 +26,7 @@ from rotation import current_group, record_left  # noqa: E402
 
 ROTATION = (
     ("kills", "families", "sleep", "step", "trl", "vocabulary", "unearned", "first_contact", "async_simulation"),
-    ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading", "slurm", "inflight"),
+    ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading", "slurm", "inflight", "report"),
     ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge", "async_throughput", "elastic"),
     (
         "distillation",
@@ -39,7 +39,7 @@ ROTATION = (
         "combinations",
         "async_learning",
     ),
-    ("trust", "stall", "real_model", "tp", "sync", "bandits", "episodes", "hostile_agents", "deterministic"),
+    ("trust", "stall", "real_model", "tp", "sync", "bandits", "episodes", "hostile_agents", "deterministic", "live"),
     ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel", "game", "scale", "async_resume"),
 )
 LONG = ("learning", "parity", "resume")  # run at every commit, and start first, as do those of the rotation
