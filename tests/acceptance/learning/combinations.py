@@ -9,7 +9,7 @@ the samples of that run, on as many gloo ranks as it has: losses, gradients and 
 one rank without packing to 1e-5, in float32, and workers that resume from a checkpoint have the same weights and
 moments to the bit.
 Combinations with another data type do this again in their own, without the comparison. Those with vLLM also run in
-Ray as a user starts them.
+Ray as a user starts them: a few of them, others at each commit.
 
 `--short` (CI): combinations in which each level of each factor occurs once, other ones in each rotation, one with vLLM.
 """
@@ -60,6 +60,7 @@ from tests.combinations.runs import (
 )
 
 PROCESSES = 2
+IN_RAY = 8  # combinations that a full run also starts in Ray and vLLM, where each takes a minute or two
 Rows = list[tuple[int, Combination]]
 
 
@@ -75,6 +76,12 @@ def choose(rows: list[Combination], *, short: bool) -> Rows:
         left -= best[1].items()
         chosen.append(best)
     return sorted(chosen)
+
+
+def take_turns(rows: Rows, count: int) -> Rows:
+    """Return `count` of the rows, others at each commit."""
+    start = count_commits() * count % max(len(rows), 1)
+    return [*rows[start:], *rows[:start]][:count]
 
 
 def main_of_rank(rank: int, folder: Path, rows: Rows) -> None:
@@ -242,7 +249,8 @@ def main() -> None:
             for number, _ in wanted
         }
         with_vllm = [(number, row) for number, row in wanted if row["engine"] == "vllm"]
-        for number, row in () if options.without_ray else with_vllm[: 1 if options.short else None]:
+        in_ray = () if options.without_ray else take_turns(with_vllm, 1 if options.short else IN_RAY)
+        for number, row in in_ray:
             if found := run_in_ray(folder / f"ray-{number}", folder, row):
                 problems[number].append(found)
                 print(f"BROKEN {number} in Ray: {found}\n  {row}", flush=True)
@@ -260,7 +268,7 @@ def main() -> None:
         combinations=len(rows),
         run=len(wanted),
         run_on_two_ranks=sum(row["ranks"] == "2" for _, row in wanted),
-        run_in_ray_and_vllm=0 if options.without_ray else len(with_vllm[: 1 if options.short else None]),
+        run_in_ray_and_vllm=len(in_ray),
         refused_rules=len(set(table.refused.values())) + len(table.larger),
         broken=broken,
     )
