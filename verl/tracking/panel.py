@@ -100,6 +100,8 @@ def _render_pause(history: RunHistory) -> Text:
     if not history.steps:
         return Text("waiting for the first step")
     age_s = max(0.0, time.time() - history.steps[-1].time)
+    if history.steps[-1].step == history.total_steps:
+        return Text(f"the last step ended {duration(age_s)} ago")
     line = Text(f"last step {duration(age_s)} ago")
     if history.step_s is None:
         return line

@@ -113,6 +113,8 @@ def test_the_age_of_the_last_step_is_shown_if_no_stage_is_known() -> None:
     assert "last step 4s ago, the next is expected in about 6s" in render(history)[1]
     history.record_step(STEP, 2, at=time.time() - 30)
     assert "last step 30s ago, the next was expected 20s ago" in render(history)[1]
+    history.total_steps = history.steps[-1].step
+    assert "the last step ended 30s ago" in render(history)[1]
 
 
 def test_steps_that_a_resumed_run_repeats_replace_the_earlier_ones() -> None:
