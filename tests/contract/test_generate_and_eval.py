@@ -13,8 +13,8 @@ from chat_bpe import bpe_tokenizer
 from transformers import AutoTokenizer
 
 from verl.cli import main
-from verl.commands import generate as generate_command
-from verl.commands.response_files import PartFiles
+from verl.commands.models import generate as generate_command
+from verl.commands.models.response_files import PartFiles
 from verl.config.load import load_dict
 from verl.demo.assets import make_assets, make_model
 from verl.demo.folder import Assets

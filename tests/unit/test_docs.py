@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from verl import cli, errors
-from verl.commands import data, demo, evaluate, generate, migrate, plan
+from verl.commands import data, demo, migrate, plan
+from verl.commands.models import evaluate, generate
 from verl.config import rollout_engines, train_engines
 from verl.config.load import load, load_sft
 

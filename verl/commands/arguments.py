@@ -32,7 +32,12 @@ COMMANDS = {
 """Name -> summary of every subcommand, in the order of `verl --help`."""
 
 _RUNS = ("watch", "show", "report", "runs", "compare", "audit", "scale")
-MODULES = {"eval": "evaluate", **{name: f"runs.{name}" for name in _RUNS}}
+MODULES = {
+    "generate": "models.generate",
+    "eval": "models.evaluate",
+    "merge": "models.merge",
+    **{name: f"runs.{name}" for name in _RUNS},
+}
 """Modules in `verl.commands` that are not named after their command."""
 
 SETTINGS_HELP = """\

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from verl.algorithms.objective import sft
 from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.manifest import CheckpointDir
-from verl.commands.merge import main as merge
+from verl.commands.models.merge import main as merge
 from verl.data.flat_batch import FlatBatch
 from verl.errors import VerlError
 from verl.rollout.engine import load_weights

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny import save_peft_adapter, tiny_qwen2
 from transformers import Qwen2ForCausalLM
 
-from verl.commands.generate import read_arguments
+from verl.commands.models.generate import read_arguments
 from verl.config.load import load, load_sft
 from verl.config.schema import Config
 from verl.errors import ConfigError

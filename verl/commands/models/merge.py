@@ -20,7 +20,7 @@ from verl.errors import CheckpointError, VerlError, list_some
 from verl.tracking.console import Console
 
 if TYPE_CHECKING:
-    from verl.commands.checkpoint_model import CheckpointModel
+    from verl.commands.models.checkpoint_model import CheckpointModel
 
 HELP = """\
 usage: verl merge DIR --target_dir DIR [options]
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(options: argparse.Namespace, path: Path) -> int:
-    from verl.commands.checkpoint_model import CheckpointModel
+    from verl.commands.models.checkpoint_model import CheckpointModel
 
     checkpoint = CheckpointModel(
         path,

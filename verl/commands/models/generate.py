@@ -20,7 +20,7 @@ from verl.agents.transcript import Transcript
 from verl.checkpoint.locate import find_saved_model
 from verl.cluster.hangs.pending_calls import MARGIN_S
 from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
-from verl.commands.response_files import PartFiles, ResponseTable
+from verl.commands.models.response_files import PartFiles, ResponseTable
 from verl.config.command_line import split_arguments
 from verl.config.load import LoadedConfig, load_for_generation
 from verl.config.paths import change_settings

@@ -1,0 +1,1 @@
+"""The commands about trained models: `verl generate`, `verl eval` and `verl merge`."""
