@@ -111,7 +111,9 @@ def test_once_prints_the_current_state_and_exits(tmp_path: Path, capsys: pytest.
 
 
 def test_ctrl_c_ends_the_command_with_code_0(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import sys; from verl.cli import main; sys.exit(main(sys.argv[1:]))"]
+    listen = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # programs in the background ignore it
+    code = f"import signal, sys; {listen}; from verl.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code]
     append(tmp_path, "metrics", step(1, 101.0))
     process = subprocess.Popen([*command, "watch", str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -128,6 +128,12 @@ class Recorder:
     def stage(self, name: str, *progress: Any, **options: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def panel(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def running_step(self, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def log(self, metrics: dict[str, float], step: int) -> None:
         pass
 
