@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except VerlError as error:
-        sys.stderr.write(redact(f"{error}\n"))
+        lines = [str(error), *getattr(error, "__notes__", ())]
+        sys.stderr.write(redact("\n".join(lines) + "\n"))
         return USAGE_ERROR
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

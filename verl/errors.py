@@ -17,7 +17,8 @@ VerlError
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -30,6 +31,16 @@ def list_some(items: Collection[str], limit: int = 3, separator: str = "; ") -> 
     """
     more = f", and {len(items) - limit} more" if len(items) > limit else ""
     return separator.join(islice(items, limit)) + more
+
+
+@contextmanager
+def note_on_error(note: str) -> Iterator[None]:
+    """Add where and when to exceptions of the block, as a note below their message."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
 
 
 class VerlError(Exception):

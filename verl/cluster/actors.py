@@ -7,14 +7,16 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError, RuntimeEnvSetupError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError, RuntimeEnvSetupError
 
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import (
@@ -30,11 +32,14 @@ from verl.cluster.hangs.pending_calls import (
 from verl.cluster.hangs.registry import register_actor
 from verl.cluster.local import LocalActor
 from verl.cluster.object_store import FULL_ERRORS, describe_full_store, get_all
+from verl.cluster.ray_private import get_session_folder
 from verl.errors import EngineError, ProcessLostError, StorageError, VerlError, WorkerTimeoutError
+from verl.process_output import format_tail
 from verl.waiting import with_timeout
 
 DEATH_DETECTION_S = 30.0  # upper bound
 _POLL_S, _REPLY_S = 0.5, 10.0  # while a process is being replaced
+OUTPUT_LINES = 8  # of a dead process, in its error
 _PORTS = range(20_000, 32_000)  # below the ephemeral ports, which the system could hand out before a server listens
 
 A = TypeVar("A", bound="RemoteActor")
@@ -110,7 +115,10 @@ async def _unwrap_errors(reply: Any, action: str, target: CallTarget) -> Any:
     try:
         return await reply
     except RayTaskError as error:
+        place = f"in {target} ({action}), pid {_find_pid(error)}"
+        error.add_note(place)
         if isinstance(error.cause, VerlError):
+            error.cause.add_note(place)
             raise error.cause from None
         if isinstance(error.cause, FULL_ERRORS):
             raise StorageError(f"{target}: {action}: {describe_full_store()}") from error
@@ -124,7 +132,22 @@ async def _unwrap_errors(reply: Any, action: str, target: CallTarget) -> Any:
     except RuntimeEnvSetupError as error:
         raise EngineError(f"{target}: its process cannot start: {error.error_message}") from error
     except RayActorError as error:
-        raise ProcessLostError(f"{target}: {action}: its process has died: {_summarize_death(error)}") from error
+        loss = ProcessLostError(f"{target}: {action}: its process has died: {_summarize_death(error)}")
+        if output := _tail_output(error):
+            loss.add_note(output)
+        raise loss from error
+
+
+def _find_pid(error: RayError) -> str:
+    """Return the process that an error of Ray is about. Its text says so, and its attributes do not always."""
+    match = re.search(r"\bpid[=:] ?(\d+)", str(error))
+    return match[1] if match else "unknown"
+
+
+def _tail_output(error: RayActorError) -> str:
+    """Return the last lines that a dead actor has written, if its machine is this one."""
+    files = Path(get_session_folder() or "").glob(f"logs/worker-*-{_find_pid(error)}.err")
+    return next((format_tail(file, OUTPUT_LINES) for file in files if file.stat().st_size), "")
 
 
 def _summarize_death(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import rich.console
 from rich.text import Text
 
+from verl.errors import note_on_error
 from verl.redaction import redact, show_controls
 from verl.tracking.live_lines import LiveLines
 from verl.tracking.panel import HZ, Panel
@@ -49,17 +50,21 @@ class Console:
             name: What is being done, such as "starting Ray". Stages may overlap.
             progress: Returns how far it is, such as `Progress(12, 64)`.
             is_logged: Whether to print a line where there is no terminal.
+
+        An exception that leaves the block gets a note with the name.
         """
         if not self.is_animated:
             if is_logged:
                 self.note(f"{name} ...")
-            yield
+            with note_on_error(f"while {name}"):
+                yield
             return
         stage = Stage(redact(name), progress)
         self._stages += (stage,)
         self._update_live()
         try:
-            yield
+            with note_on_error(f"while {name}"):
+                yield
         finally:
             self._stages = tuple(each for each in self._stages if each is not stage)
             self._update_live()
@@ -80,7 +85,8 @@ class Console:
         """Say in the panel that this step is in progress."""
         self.history.running = step, time.time()
         try:
-            yield
+            with note_on_error(f"in step {step}"):
+                yield
         finally:
             self.history.running = None
 

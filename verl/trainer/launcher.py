@@ -20,6 +20,7 @@ from verl.config.schema import Config, SftConfig
 from verl.errors import ProcessLostError
 from verl.tracking.console import Console
 from verl.trainer.next_steps import describe_end, describe_stop, resume_command
+from verl.trainer.records.failure import record_failure
 from verl.trainer.restarts import RestartTracker, resume_from_own
 from verl.trainer.shutdown import StopController
 from verl.trainer.train_loop import TrainLoop, TrainTask
@@ -62,8 +63,13 @@ async def run(config: C, console: Console, build: Build[C]) -> int:
             "hint: nothing will be saved (trainer.save_freq=-1), and the trained model is lost when the run ends; "
             "without this setting, the run saves after its last step"
         )
-    async with run_lock(config.trainer.checkpoint_dir, console.note) as run_id:
-        return await _run(config, console, build, RestartTracker(console, config.trainer.faults, run_id))
+    folder = config.trainer.checkpoint_dir
+    async with run_lock(folder, console.note) as run_id:
+        try:
+            return await _run(config, console, build, RestartTracker(console, config.trainer.faults, run_id))
+        except Exception as error:
+            record_failure(error, folder)
+            raise
 
 
 async def _run(config: C, console: Console, build: Build[C], restarts: RestartTracker) -> int:

@@ -15,8 +15,8 @@ from typing import Any
 from verl.config.interpreters import find_interpreter_problem
 from verl.config.rollout_engines import RolloutEngineSpec
 from verl.errors import EngineError, ProcessLostError, VerlError
+from verl.process_output import tail_stderr
 from verl.rollout.isolated.messages import decode, encode, read, write
-from verl.rollout.process_output import tail_stderr
 from verl.rollout.settings import RolloutEngineSettings
 from verl.weights.bucket import SharedBucket, WeightBucket, share
 

@@ -16,7 +16,7 @@ import numpy as np
 from verl.checkpoint.adapter import adapter_config, write_adapter
 from verl.errors import EngineError, ProcessLostError, WeightSyncError
 from verl.private_files import get_user_folder
-from verl.rollout.process_output import tail_stderr
+from verl.process_output import tail_stderr
 from verl.rollout.vllm.settings import AdapterSettings, VllmSettings
 from verl.types import Completion, SamplingParams, hash_seed
 from verl.weights.bucket import SharedBucket, WeightBucket, share, unpack
