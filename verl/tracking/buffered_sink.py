@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.redaction import redact
 from verl.tracking.console import Console
-from verl.tracking.sink import Sink
+from verl.tracking.sink import Sink, Table, TableSink
 
 MAX_RECORDS = 10_000
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 300.0
@@ -33,7 +33,7 @@ class BufferedSink:
     ) -> None:
         self._open, self._name, self._fix, self._console, self._clock = open_sink, name, fix, console, clock
         self._sink: Sink | None = None
-        self._records: deque[tuple[dict[str, Any], int]] = deque()
+        self._records: deque[tuple[dict[str, Any] | Table, int]] = deque()
         self._failures = self._dropped = 0
         self._retry_at = 0.0
         try:
@@ -42,7 +42,14 @@ class BufferedSink:
             self._report(error)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        self._records.append((dict(metrics), step))
+        self._add(dict(metrics), step)
+
+    def log_table(self, table: Table, step: int) -> None:
+        """Pass a table to the logger, unless it shows none."""
+        self._add(table, step)
+
+    def _add(self, record: dict[str, Any] | Table, step: int) -> None:
+        self._records.append((record, step))
         if len(self._records) > MAX_RECORDS:
             self._records.popleft()
             self._dropped += 1
@@ -65,7 +72,11 @@ class BufferedSink:
             if self._sink is None:
                 self._sink = self._open()
             while self._records:
-                self._sink.log(*self._records[0])
+                record, step = self._records[0]
+                if not isinstance(record, Table):
+                    self._sink.log(record, step)
+                elif isinstance(self._sink, TableSink):
+                    self._sink.log_table(record, step)
                 self._records.popleft()
         except Exception as error:  # noqa: BLE001 - third-party code; metrics are not worth the run
             return self._report(error)

@@ -43,11 +43,17 @@ SCHEMA = pa.schema(
     }
 )
 """The columns, which docs/run_folder.md describes."""
+TEXT_COLUMNS = ("prompt", "response", "ground_truth", "score")
 
 
 def get_sample_file(folder: Path, split: str, step: int) -> Path:
     """Return the file of a step in a run's folder: `samples/train_00000012.parquet`."""
     return folder / FOLDER / f"{split}_{step:08d}.parquet"
+
+
+def read_texts(path: Path, limit: int) -> list[dict[str, Any]]:
+    """Return the texts and the scores of the first samples of a file."""
+    return pq.read_table(path, columns=list(TEXT_COLUMNS)).slice(0, limit).to_pylist()
 
 
 def write_samples(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

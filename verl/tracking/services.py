@@ -17,7 +17,7 @@ from pathlib import Path
 
 from verl.config.paths import format_value, iter_leaves, join_path
 from verl.private_files import make_folder
-from verl.tracking.sink import FunctionSink, RunInfo, Sink
+from verl.tracking.sink import FunctionSink, FunctionTableSink, RunInfo, Sink, Table
 
 MLFLOW_PARAMS_AT_ONCE, MLFLOW_PARAM_LENGTH = 100, 6000  # limits of MLflow's server
 SWANLAB_ID_LENGTH = 21  # letters and digits of a run's id
@@ -36,7 +36,15 @@ def open_wandb(run: RunInfo) -> Sink:
             resume="auto" if run.resumed_step is not None else None,
             settings=wandb.Settings(https_proxy=run.wandb_proxy) if run.wandb_proxy else None,
         )
-    return FunctionSink(lambda metrics, step: service.log(dict(metrics), step=step), service.finish)
+
+    def log_table(table: Table, step: int) -> None:
+        columns = list(table.rows[0])
+        rows = [[row[name] for name in columns] for row in table.rows]
+        # A table is ready when later steps have been logged, and wandb drops what names an earlier step.
+        shown = {table.name: wandb.Table(columns=columns, data=rows), f"{table.name}_step": step}
+        service.log(shown, commit=False)
+
+    return FunctionTableSink(lambda metrics, step: service.log(dict(metrics), step=step), service.finish, log_table)
 
 
 def open_mlflow(run: RunInfo) -> Sink:
@@ -70,7 +78,11 @@ def open_mlflow(run: RunInfo) -> Sink:
         ]
         client.log_batch(run_id, metrics=records)
 
-    return FunctionSink(log, lambda: client.set_terminated(run_id))
+    def log_table(table: Table, step: int) -> None:
+        columns = {name: [row[name] for row in table.rows] for name in table.rows[0]}
+        client.log_table(run_id, columns, artifact_file=f"{table.name}/step_{step}.json")
+
+    return FunctionTableSink(log, lambda: client.set_terminated(run_id), log_table)
 
 
 def open_trackio(run: RunInfo) -> Sink:

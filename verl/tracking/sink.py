@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows with the same columns, such as the responses of a validation."""
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
 
 
 class Sink(Protocol):
@@ -16,12 +24,26 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class TableSink(Sink, Protocol):
+    """A metric logger that also shows tables."""
+
+    def log_table(self, table: Table, step: int, /) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class FunctionSink:
     """A metric logger that is two functions."""
 
     log: Callable[[Mapping[str, float], int], None]
     close: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTableSink(FunctionSink):
+    """A metric logger that is three functions."""
+
+    log_table: Callable[[Table, int], None]
 
 
 @dataclass(frozen=True, slots=True)

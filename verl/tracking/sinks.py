@@ -17,7 +17,7 @@ from verl.redaction import redact_settings
 from verl.tracking.buffered_sink import BufferedSink
 from verl.tracking.console import Console
 from verl.tracking.services import open_mlflow, open_swanlab, open_trackio, open_wandb
-from verl.tracking.sink import FunctionSink, RunInfo, Sink
+from verl.tracking.sink import FunctionSink, RunInfo, Sink, Table, TableSink
 
 KEEP_ALL = sys.maxsize
 """The `resumed_step` with which no line of a record is dropped."""
@@ -96,6 +96,12 @@ class Sinks:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for sink in self._sinks:
             sink.log(metrics, step)
+
+    def log_table(self, table: Table, step: int) -> None:
+        """Pass a table to the loggers that show tables."""
+        for sink in self._sinks:
+            if isinstance(sink, TableSink):
+                sink.log_table(table, step)
 
     def close(self) -> None:
         for sink in self._sinks:

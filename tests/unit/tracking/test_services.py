@@ -17,7 +17,9 @@ import pytest
 from recording_console import RecordingConsole
 
 from verl.config.schema.trainer import RunConfig
-from verl.tracking.sink import RunInfo, Sink
+from verl.tracking.buffered_sink import BufferedSink
+from verl.tracking.services import open_wandb
+from verl.tracking.sink import RunInfo, Sink, Table
 from verl.tracking.sinks import open_sinks
 
 pytestmark = pytest.mark.unit
@@ -48,7 +50,10 @@ class StandIn:
 def make_wandb(stand_in: StandIn) -> Any:
     class Run:
         def log(self, data, step=None, commit=None) -> None:
-            stand_in.add(data, step)
+            if commit is False:
+                stand_in.record("log_table", data)
+            else:
+                stand_in.add(data, step)
 
         def finish(self, exit_code=None, quiet=None) -> None:
             stand_in.record("finish")
@@ -57,7 +62,7 @@ def make_wandb(stand_in: StandIn) -> Any:
         stand_in.record("init", {"project": project, "name": name, "config": config, "resume": resume})
         return Run()
 
-    return SimpleNamespace(init=init, Settings=dict)
+    return SimpleNamespace(init=init, Settings=dict, Table=lambda columns=None, data=None: (columns, data))
 
 
 def make_trackio(stand_in: StandIn) -> Any:
@@ -115,6 +120,9 @@ def make_mlflow(stand_in: StandIn) -> Any:
             else:
                 stand_in.record("log", run_id)
             stand_in.points += [(metric.key, metric.value, metric.step) for metric in metrics]
+
+        def log_table(self, run_id, data, artifact_file) -> None:
+            stand_in.record("log_table", {artifact_file: data})
 
         def set_terminated(self, run_id, status=None, end_time=None) -> None:
             stand_in.record("finish", run_id)
@@ -278,3 +286,38 @@ def test_a_service_that_cannot_be_reached_at_the_start_is_opened_later(
     sink.close()
     assert stand_in.points == [("x", 1.0, 1)]
     assert text in console.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        (
+            "wandb",
+            {"val/generations": (["prompt", "score"], [["2+2=", 1.0], ["1+1=", 0.0]]), "val/generations_step": 7},
+        ),
+        ("mlflow", {"val/generations/step_7.json": {"prompt": ["2+2=", "1+1="], "score": [1.0, 0.0]}}),
+    ],
+)
+def test_services_show_tables_and_other_loggers_ignore_them(
+    name: str, shown: dict[str, Any], tmp_path: Path, installed
+) -> None:
+    stand_in = installed(name)
+    sinks = open_sinks([name, "jsonl", "console"], RunInfo(tmp_path), RecordingConsole())
+    rows = [{"prompt": "2+2=", "score": 1.0}, {"prompt": "1+1=", "score": 0.0}]
+    sinks.log_table(Table("val/generations", rows), 7)
+    assert [given for call, given in stand_in.calls if call == "log_table"] == [shown]
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_a_table_is_kept_until_the_service_works(tmp_path: Path, installed) -> None:
+    stand_in, now = installed("wandb"), [0.0]
+    console = RecordingConsole()
+    info = RunInfo(tmp_path)
+    sink = BufferedSink(lambda: open_wandb(info), "wandb", "", console, clock=lambda: now[0])
+    stand_in.error = ConnectionError("no route")
+    sink.log_table(Table("val/generations", [{"score": 1.0}]), 7)
+    stand_in.error, now[0] = None, 100.0
+    sink.log({"reward/mean": 0.5}, 8)
+    tables = [given for call, given in stand_in.calls if call == "log_table"]
+    assert tables == [{"val/generations": (["score"], [[1.0]]), "val/generations_step": 7}] * 2
+    assert stand_in.points == [("reward/mean", 0.5, 8)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from recording_console import RecordingConsole
 
 from verl.config.batch_sizes import BatchSizes
 from verl.data.plan import Plan, Planner
+from verl.tracking.sample_files import SCHEMA, write_samples
+from verl.tracking.sink import Table
 from verl.trainer.records.samples import RecordSettings, SampleRecorder
 from verl.types import SampleHandle
 from verl.workers.sample_rows import SampleFile
@@ -128,3 +131,25 @@ async def test_a_full_folder_gets_no_more_samples_also_after_a_resume(tmp_path: 
     (tmp_path / "samples" / "train_00000001.parquet").write_bytes(bytes(100))
     writer.recorder(tmp_path).record_trained(4, samples, plan_of(samples), read_tokens)
     assert len(writer.files) == 2
+
+
+async def test_trackers_get_the_first_responses_of_each_validation(tmp_path: Path) -> None:
+    row = dict.fromkeys(SCHEMA.names)
+    rows = [{**row, "prompt": f"{number}+1=", "response": "2", "score": 0.5} for number in range(4)]
+
+    async def write(file: SampleFile) -> int:
+        write_samples(file.path, rows)
+        return 1
+
+    shown: list[tuple[Table, int]] = []
+    tracker = SimpleNamespace(log=None, close=None, log_table=lambda table, step: shown.append((table, step)))
+    settings = RecordSettings(tmp_path, 1, 4, 1e6, val_table=3)
+    recorder = SampleRecorder(settings, write, RecordingConsole(), tracker)
+    samples = handles()
+    recorder.record_trained(4, samples, plan_of(samples), read_tokens)
+    recorder.record_validation(5, samples)
+    await recorder.close()
+    [(table, step)] = shown
+    assert (table.name, step) == ("val/generations", 5)
+    expected = {"response": "2", "ground_truth": None, "score": 0.5}
+    assert table.rows == [{"prompt": f"{number}+1=", **expected} for number in range(3)]

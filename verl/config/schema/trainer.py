@@ -188,6 +188,17 @@ class TrainerConfig(RunConfig):
     """Folder for all responses of training: one JSONL file per step; null: none."""
     validation_data_dir: str | None = setting(None, only_if=needs_given("data.val_files"))
     """Folder for all responses of validation: one JSONL file each; null: none."""
+    log_val_generations: int = setting(
+        0,
+        unit="responses",
+        ge=0,
+        only_if=OnlyIf(
+            (".logger",),
+            lambda sinks: bool({"wandb", "mlflow"} & {*sinks}),
+            "trainer.logger has neither wandb nor mlflow",
+        ),
+    )
+    """Responses of each validation to show as a table in wandb and mlflow; 0: none."""
     v1: TrainerModeConfig = section(TrainerModeConfig, "Names of launch scripts for the settings of asynchronous runs.")
     deterministic: bool = setting(False)
     """Bitwise reproducible: seeded responses, fixed batches; on GPUs deterministic kernels of torch and vLLM."""

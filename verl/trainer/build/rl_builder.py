@@ -270,7 +270,9 @@ class RLBuilder(RunBuilder[Config]):
         return weights
 
     def build_sample_recorder(self, pool: EpisodePool) -> SampleRecorder:
-        recorder = SampleRecorder(RecordSettings.from_config(self.config), pool.write_samples, self.console)
+        recorder = SampleRecorder(
+            RecordSettings.from_config(self.config), pool.write_samples, self.console, self.tracker
+        )
         self._closing.push_async_callback(recorder.close)
         return recorder
 

@@ -25,8 +25,8 @@ from verl.errors import CheckpointError, ConfigError
 from verl.tracking.buffered_sink import BufferedSink
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
-from verl.tracking.sink import RunInfo, Sink
-from verl.tracking.sinks import KEEP_ALL, open_record, open_sinks
+from verl.tracking.sink import RunInfo
+from verl.tracking.sinks import KEEP_ALL, Sinks, open_record, open_sinks
 from verl.trainer.build.run_sources import DATA, Sources, digest_sources, find_changes
 from verl.trainer.build.worker_settings import timeouts
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
@@ -93,7 +93,7 @@ def device_hints(config: C, device: str, checks: Sequence[Check]) -> list[str]:
     return [hint for hint in hints if hint not in known]
 
 
-def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSchedule, version: int) -> Sink:
+def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSchedule, version: int) -> Sinks:
     console.history.total_steps = schedule.total_steps
     run = RunInfo(
         folder=config.trainer.checkpoint_dir,

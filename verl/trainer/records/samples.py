@@ -12,7 +12,8 @@ from verl.config.batch_sizes import get_record_interval
 from verl.config.schema import Config
 from verl.data.plan import Plan
 from verl.tracking.console import Console
-from verl.tracking.sample_files import FOLDER, get_sample_file
+from verl.tracking.sample_files import FOLDER, get_sample_file, read_texts
+from verl.tracking.sink import Table, TableSink
 from verl.types import SampleHandle
 from verl.workers.sample_rows import SampleFile
 
@@ -31,6 +32,7 @@ class RecordSettings:
         max_bytes: The size of all recorded samples from which on no more are recorded.
         train_dir: A folder for all responses of training, as JSON lines.
         val_dir: The same for validation.
+        val_table: How many responses of a validation metric loggers show as a table.
     """
 
     folder: Path
@@ -39,17 +41,23 @@ class RecordSettings:
     max_bytes: float
     train_dir: Path | None = None
     val_dir: Path | None = None
+    val_table: int = 0
 
     @classmethod
     def from_config(cls, config: Config) -> RecordSettings:
         trainer = config.trainer
-        folders = (trainer.rollout_data_dir, trainer.validation_data_dir)
+        train_dir, val_dir = (
+            None if folder is None else Path(folder).expanduser().absolute()
+            for folder in (trainer.rollout_data_dir, trainer.validation_data_dir)
+        )
         return cls(
             trainer.checkpoint_dir,
             get_record_interval(config),
-            trainer.samples.per_step,
+            max(trainer.samples.per_step, trainer.log_val_generations),
             trainer.samples.max_gib * 2**30,
-            *(None if folder is None else Path(folder).expanduser().absolute() for folder in folders),
+            train_dir,
+            val_dir,
+            val_table=trainer.log_val_generations,
         )
 
 
@@ -57,9 +65,13 @@ class SampleRecorder:
     """Writes files of samples in the background. Skips a step if the files of an earlier one are not written yet."""
 
     def __init__(
-        self, settings: RecordSettings, write: Callable[[SampleFile], Awaitable[int]], console: Console
+        self,
+        settings: RecordSettings,
+        write: Callable[[SampleFile], Awaitable[int]],
+        console: Console,
+        tracker: TableSink | None = None,
     ) -> None:
-        self._settings, self._write, self._console = settings, write, console
+        self._settings, self._write, self._console, self._tracker = settings, write, console, tracker
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by split
         self._has_failed = False
         self._bytes = sum(file.stat().st_size for file in (settings.folder / FOLDER).glob("*.parquet"))
@@ -114,6 +126,7 @@ class SampleRecorder:
         for file in files:
             try:
                 size = await self._write(file)
+                await self._show(file)
             except Exception as error:  # noqa: BLE001 - records are not worth the run
                 self.skipped += 1
                 if not self._has_failed:
@@ -122,6 +135,13 @@ class SampleRecorder:
                 continue
             if file.path.suffix == ".parquet":
                 self._count(size)
+
+    async def _show(self, file: SampleFile) -> None:
+        """Pass the responses of a validation to the metric loggers."""
+        if self._tracker is None or not self._settings.val_table or file.path.suffix != ".parquet":
+            return
+        if file.split == "val" and (rows := await asyncio.to_thread(read_texts, file.path, self._settings.val_table)):
+            self._tracker.log_table(Table("val/generations", rows), file.step)
 
     def _count(self, size: int) -> None:
         before, self._bytes = self._has_room(), self._bytes + size
