@@ -72,6 +72,8 @@ class Completion:
     an input yet. `engine` is the index of the rollout engine that generated it, -1 if unknown. `kept_ids`, if
     requested, are the tokens [tokens, K] among which each new token was drawn: the new token first, then the `top_k`
     most likely ones, in place of those that were dropped the new token again. `logprobs` are normalized over them.
+    `preemptions` counts how often the engine dropped the cache of the request to make room for others; it is no part of
+    the result, and not compared.
     """
 
     token_ids: list[int]
@@ -81,6 +83,7 @@ class Completion:
     routed_experts: npt.NDArray[np.integer] | None = None
     engine: int = -1
     kept_ids: npt.NDArray[np.int32] | None = None
+    preemptions: int = 0
 
     def __eq__(self, other: object) -> bool:
         import numpy as np
@@ -143,6 +146,7 @@ class Sample:
     `turns` are, for each turn of the branch, the position of its last token, its index in the episode, its own reward,
     and the state that it began in; empty: one turn. `kept_ids` are those of the generated tokens: [mask.sum(), K].
     `times` are when the episode started, when its generation ended, and when its score was known (Unix time).
+    `preemptions` are those of all its completions.
 
     >>> sample = Sample(
     ...     group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool), score=1.0,
@@ -170,6 +174,7 @@ class Sample:
     index: int = 0
     kept_ids: npt.NDArray[np.int32] | None = None
     times: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    preemptions: int = 0
 
 
 @dataclass(frozen=True)  # without slots, which are slow to pickle
@@ -182,7 +187,7 @@ class SampleHandle:
     `index` is the position of the episode within its group: (group, index) identifies an episode of a run. If it has
     several `branches`, there are as many samples with that index; `one_per_episode` selects one of them.
     `final_answer` is its vote among the responses to a validation prompt. `row` is the index of the prompt in its data
-    set, -1 if unknown.
+    set, -1 if unknown. `repetition` is the share of its responses that repeats itself (`verl.workers.repetition`).
     """
 
     ref: Any
@@ -203,6 +208,8 @@ class SampleHandle:
     branches: int = 1
     versions: int = 1
     row: int = -1
+    repetition: float = 0.0
+    preemptions: int = 0
 
 
 def one_per_episode(handles: Iterable[SampleHandle]) -> list[SampleHandle]:

@@ -20,12 +20,12 @@ from verl.agents.episode import score_by_function
 from verl.agents.transcript import Transcript
 from verl.config.load import LoadedConfig, load
 from verl.data.dataset import PromptDataset, PromptOptions
+from verl.diagnosis.diagnosis import Diagnosis
 from verl.errors import ConfigError, DataError, RewardError
 from verl.rewards.pool.pool import open_rewards
 from verl.rewards.result import Failed, RewardInput
 from verl.rewards.reward_function import RewardFunction, load_reward, resolve_scorer
 from verl.rewards.settings import RewardFunctionSettings
-from verl.tracking.diagnosis import Diagnosis
 from verl.trainer.build.data import read_data
 from verl.trainer.build.preflight import check_files
 from verl.trainer.build.reward_settings import reward_function_settings
@@ -341,7 +341,7 @@ async def test_a_function_that_fails_in_validation_is_said() -> None:
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_rewards_that_are_all_the_same_are_said(reward: float) -> None:
     metrics = {"reward/min": reward, "reward/max": reward, "reward/mean": reward}
-    [line] = Diagnosis().advise(metrics, 1, "my_reward.py:compute_score gave this to the answer 'x'")
+    [(line, _)] = Diagnosis().advise(metrics, 1, "my_reward.py:compute_score gave this to the answer 'x'")
     assert f"all responses of the step got the same reward, {reward:g}: nothing can be learned" in line
     assert "actor_rollout_ref.rollout.n=8" in line
     assert line.endswith("my_reward.py:compute_score gave this to the answer 'x'")
@@ -354,7 +354,9 @@ async def test_a_function_can_be_tried_before_the_run(tmp_path: Path) -> None:
 
 
 async def test_a_spike_is_said_and_can_be_clipped(tmp_path: Path) -> None:
-    [line] = Diagnosis().advise({"reward/mean": 1.0, "reward/std": 30.0, "reward/min": 0.0, "reward/max": 1000.0}, 1)
+    [(line, _)] = Diagnosis().advise(
+        {"reward/mean": 1.0, "reward/std": 30.0, "reward/min": 0.0, "reward/max": 1000.0}, 1
+    )
     assert "one reward is an outlier: reward/max is 1e+03" in line
     assert "clip: [-1, 1]" in line
     path = reward_file(
@@ -379,7 +381,7 @@ def test_a_reward_that_parts_from_validation_is_said() -> None:
     diagnosis, lines = Diagnosis(), list[str]()
     for step, (reward, validation) in enumerate([(0.2, 0.4), *[(0.9, 0.1)] * 5], 1):
         diagnosis.advise({"reward/mean": reward}, step)
-        lines += diagnosis.advise_validation({"val/gsm8k/mean@1": validation}, step)
+        lines += [advice.text for advice in diagnosis.advise({"val/gsm8k/mean@1": validation}, step)]
     [line] = lines
     assert "possible reward hacking" in line
     assert "algorithm.kl_ctrl.kl_coef=0.01" in line
@@ -405,7 +407,7 @@ def test_workers_need_the_manager_that_uses_them() -> None:
 
 
 def test_answers_that_are_cut_are_said() -> None:
-    [line] = Diagnosis().advise({"response_length/clip_ratio": 0.9}, 1)
+    [(line, _)] = Diagnosis().advise({"response_length/clip_ratio": 0.9}, 1)
     assert "try a larger data.max_response_length" in line
 
 

@@ -122,6 +122,7 @@ class Transcript:
             engines=frozenset(turn.completion.engine for turn in self.turns),
             branches=len(leaves),
             episode_tokens=self.count_generated(),
+            preemptions=sum(turn.completion.preemptions for turn in self.turns),
         )
         uses = Counter(id(turn) for leaf in leaves for turn in leaf.path())
         shares = [_share_turns(leaf, uses) if len(leaves) > 1 else None for leaf in leaves]

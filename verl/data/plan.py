@@ -19,6 +19,7 @@ from verl.config.batch_sizes import BatchSizes
 from verl.data.micro_batches import MicroBatchLimit, SampleSize, balance_samples, count_computed, split_samples
 from verl.types import SampleHandle, one_per_episode
 
+_REPETITIVE = 0.5  # a response of which a larger share repeats itself counts as repetitive
 EPISODE_METRICS = ("episode/", "tools/")  # prefixes of metrics that do not come from a reward function
 
 MicroBatches = list[list[int]]
@@ -282,8 +283,16 @@ def _describe_samples(samples: Sequence[SampleHandle]) -> dict[str, float]:
             "response_length/min": float(responses.min()),
             "response_length/max": float(responses.max()),
             "response_length/clip_ratio": truncated / len(handles),
+            "response/empty_ratio": sum(map(_is_empty, handles)) / len(handles),
+            "response/repetitive_ratio": sum(handle.repetition > _REPETITIVE for handle in handles) / len(handles),
+            "perf/preemptions_per_response": sum(handle.preemptions for handle in handles) / len(handles),
             **_mean_extra_metrics(handles),
         }
+
+
+def _is_empty(handle: SampleHandle) -> bool:
+    """Return whether the model generated nothing but its end token."""
+    return handle.generated <= 1 and handle.finish_reason == "stop"
 
 
 def _mean_extra_metrics(handles: Sequence[SampleHandle]) -> dict[str, float]:

@@ -53,7 +53,7 @@ def read_run(folder: RunFolder, now: float) -> dict[str, Any]:
         "began": min(filter(None, [*(each.time for each in starts), *(each.time for each in metrics)]), default=None),
         "metrics": make_columns(shown),
         "groups": [{"title": title, "names": names} for title, names in group_metrics(list_notable(shown))],
-        "warnings": [[each.step, each.time, redact(each.text)] for each in folder.read_warnings()],
+        "warnings": [[each.step, each.time, redact(each.describe())] for each in folder.read_warnings()],
         "starts": [
             {
                 "step": each.step,

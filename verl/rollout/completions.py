@@ -63,5 +63,6 @@ def _join(parts: Sequence[Completion]) -> Completion:
         token_ids=[token for part in parts for token in part.token_ids],
         logprobs=np.concatenate([part.logprobs for part in parts]),
         versions=np.concatenate([part.versions for part in parts]),
+        preemptions=sum(part.preemptions for part in parts),
         kept_ids=None if parts[0].kept_ids is None else np.concatenate([part.kept_ids for part in parts]),
     )

@@ -10,6 +10,8 @@ from typing import Any
 
 from verl.data.micro_batches import MicroBatchLimit
 from verl.data.samplers import Sampler
+from verl.diagnosis.policy_rules import SKIPPED_STEPS
+from verl.diagnosis.rule import Advice
 from verl.sft.data import ExampleDataset
 from verl.sft.examples import Example, RankBatch
 from verl.sft.worker import SFTWorkerGroup
@@ -117,12 +119,12 @@ class SFTTrainer:
         }
         return Metrics.merge(metrics, update, times, whole)
 
-    async def diagnose(self, metrics: Metrics, version: int) -> list[str]:
+    async def diagnose(self, metrics: Metrics, version: int) -> list[Advice]:
         if not metrics.get("train/skipped_steps"):
             return []
         norm = metrics["train/grad_norm"]
         why = "no token of it is trained" if norm == 0 else f"the gradient norm is {norm}"
-        return [f"step {version} did not change the weights: {why}"]
+        return [Advice(f"step {version} did not change the weights: {why}", SKIPPED_STEPS.name)]
 
     async def validate(self, version: int) -> Validation | None:
         if self.validation is None:

@@ -39,8 +39,8 @@ class Console:
         self._stages: tuple[Stage, ...] = ()
         self._has_panel = False
         self._live: LiveLines | None = None
-        self._unreported: list[str] = []
-        self._report: Callable[[str], None] = self._unreported.append
+        self._unreported: list[tuple[str, str]] = []
+        self._report: Callable[[str, str], None] = self._keep_unreported
 
     @contextmanager
     def stage(self, name: str, progress: ReadProgress = str, *, is_logged: bool = True) -> Iterator[None]:
@@ -118,24 +118,25 @@ class Console:
                 line.append(f"  {name.removeprefix('val/')} ", style="dim").append(f"{value:.3f}", style="bold magenta")
         self._write(line)
 
-    def advice(self, text: str) -> None:
-        """Print a warning, and what to try."""
+    def advice(self, text: str, rule: str = "") -> None:
+        """Print a warning, what to try, and the rule of `verl.diagnosis` to look up; "" if it is not from a rule."""
         text = redact(text)
         self.history.record_warning(text)
-        self._write(Text("  ! ", style="bold yellow").append(text, style="yellow"))
-        self._report(text)
+        line = Text("  ! ", style="bold yellow").append(text, style="yellow")
+        self._write(line.append(f" (verl explain {rule})", style="dim") if rule else line)
+        self._report(text, rule)
 
     @contextmanager
-    def report_advice(self, report: Callable[[str], None]) -> Iterator[None]:
-        """Call `report` with every advice of the block, and with those before it that were not reported."""
+    def report_advice(self, report: Callable[[str, str], None]) -> Iterator[None]:
+        """Call `report` with the text and rule of every advice of the block, and of those before that it missed."""
         before, self._report = self._unreported, report
         self._unreported = []
-        for text in before:
-            report(text)
+        for text, rule in before:
+            report(text, rule)
         try:
             yield
         finally:
-            self._report = self._unreported.append
+            self._report = self._keep_unreported
 
     def summary(self) -> None:
         """Print the panel once, as it is now."""
@@ -155,6 +156,9 @@ class Console:
             return f"{step:>6}"
         width = len(str(self.history.total_steps))
         return f"{step:>{width}}/{self.history.total_steps}"
+
+    def _keep_unreported(self, text: str, rule: str) -> None:
+        self._unreported.append((text, rule))
 
     def _update_live(self) -> None:
         """Start or stop drawing below the printed lines."""

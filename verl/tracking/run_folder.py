@@ -35,11 +35,16 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RunWarning:
-    """Advice that the console printed."""
+    """Advice that the console printed, and the name of its rule; "" if it is not from a rule."""
 
     step: int
     time: float
     text: str
+    rule: str = ""
+
+    def describe(self) -> str:
+        """Return the text, and how to look up the rule."""
+        return f"{self.text} (verl explain {self.rule})" if self.rule else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +140,7 @@ class RunFolder:
 
     def read_warnings(self) -> list[RunWarning]:
         return [
-            RunWarning(record["step"], _get_time(record), str(record["text"]))
+            RunWarning(record["step"], _get_time(record), str(record["text"]), str(record.get("rule", "")))
             for record in self._read_records("warnings")
             if "text" in record
         ]

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from itertools import chain
 
 from verl.rewards.score_statistics import majority_score, pass_counts, pass_rates
-from verl.tracking.diagnosis import explain_all_zero
 from verl.types import Failed, SampleHandle, one_per_episode
 
 PASS_SCORE = 0.5
@@ -71,7 +70,7 @@ class Evaluator:
             if values and not any(values) and source not in self._warned:
                 self._warned.add(source)
                 preview = await self._preview(source)
-                self.warnings.append(explain_all_zero(source, len(values), truncated[source], preview))
+                self.warnings.append(_explain_all_zero(source, len(values), truncated[source], preview))
         if failures:
             metrics["val/unscored"] = float(len(failures))
             self.warnings.append(f"validation: {len(failures)} responses could not be scored; {failures[0].message}")
@@ -88,6 +87,18 @@ def _compare(prompts: list[list[SampleHandle]], count: int) -> dict[str, float]:
         if samples
     ]
     return {name: _mean(values) for name, values in rates.items() if values}
+
+
+def _explain_all_zero(source: str, responses: int, truncated: int, preview: str) -> str:
+    """Return advice about a validation in which all responses to a data source got 0."""
+    cut = f"{truncated} of them were truncated: try a larger data.max_response_length. " if truncated else ""
+    shown = f"{preview}. " if preview else ""
+    return (
+        f"validation: all {responses} responses to data source {source!r} got 0. {shown}{cut}"
+        "Check that the prompts ask for the format that the scorer expects, that validation rows look like training "
+        "rows (`verl data` shows both), and that validation is greedy "
+        "(actor_rollout_ref.rollout.val_kwargs.temperature=0)"
+    )
 
 
 def _mean(scores: list[float]) -> float:

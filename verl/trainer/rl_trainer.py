@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 from verl.data.plan import Planner
+from verl.diagnosis.diagnosis import Diagnosis
+from verl.diagnosis.reward_rules import is_uniform
+from verl.diagnosis.rule import Advice
 from verl.tracking.console import Console
-from verl.tracking.diagnosis import Diagnosis, is_uniform
 from verl.tracking.metrics import Metrics, resident_gib, timer
 from verl.tracking.throughput import Throughput
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
@@ -98,7 +100,7 @@ class RLTrainer:
         with self.console.stage(_SENDING, is_logged=False):
             await self.weights.sync(version)
 
-    async def diagnose(self, metrics: Metrics, version: int) -> list[str]:
+    async def diagnose(self, metrics: Metrics, version: int) -> list[Advice]:
         preview = await self.episodes.preview("train") if is_uniform(metrics) else ""
         return self._diagnosis.advise(metrics, version, preview)
 
@@ -109,7 +111,8 @@ class RLTrainer:
         with self._times.measure("val"), self.console.stage("validating", progress, is_logged=False):
             record = partial(self._records.samples.record_validation, version)
             means = await self.evaluator.evaluate(record)
-        return Validation(means, [*self.evaluator.warnings, *self._diagnosis.advise_validation(means, version)])
+        warnings = [Advice(text) for text in self.evaluator.warnings]
+        return Validation(means, [*warnings, *self._diagnosis.advise(means, version)])
 
     def state(self, version: int) -> dict[str, Any]:
         return {"data": self.buffer.state()}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+from verl.diagnosis.rule import Advice
 from verl.errors import StorageError, TrainerLostError, WorkerTimeoutError
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics
@@ -47,7 +48,7 @@ class Validation:
     """The metrics of a validation, and advice for the user."""
 
     metrics: Mapping[str, float]
-    advice: list[str]
+    advice: list[Advice]
 
 
 class TrainTask(Protocol):
@@ -59,7 +60,7 @@ class TrainTask(Protocol):
     async def step(self, version: int) -> Metrics:
         """Train from weights of `version` to those of `version + 1`."""
 
-    async def diagnose(self, metrics: Metrics, version: int) -> list[str]:
+    async def diagnose(self, metrics: Metrics, version: int) -> list[Advice]:
         """Return advice for the user about a step that has led to `version`."""
 
     async def validate(self, version: int) -> Validation | None:
@@ -204,9 +205,9 @@ class TrainLoop(Generic[T_co]):
         is_done = self.version == self.schedule.total_steps
         return None if is_done else stop.reason(self.checkpointer.longest_s)
 
-    def _advise(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.console.advice(line)
+    def _advise(self, advice: Iterable[Advice]) -> None:
+        for each in advice:
+            self.console.advice(each.text, each.rule)
 
 
 def _is_timeout(error: Exception) -> bool:

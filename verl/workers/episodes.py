@@ -52,6 +52,7 @@ from verl.rewards.settings import OverlongPenalty, RewardFunctionSettings
 from verl.rollout.engine import EngineView
 from verl.rollout.replica_pool import EnginePool
 from verl.types import Failed, Prompt, Sample, SampleHandle, SamplePreview, SamplingParams
+from verl.workers.repetition import measure_repetition
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool
 from verl.workers.sample_rows import SampleFile, SampleWriter, TokenValues
 
@@ -328,4 +329,6 @@ def make_handle(sample: Sample, ref: Any, row: int = -1) -> SampleHandle:
         branches=sample.branches,
         versions=int(np.ptp(generated)) + 1 if len(generated) else 1,
         row=row,
+        repetition=measure_repetition(sample.tokens, sample.mask),
+        preemptions=sample.preemptions,
     )

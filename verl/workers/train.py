@@ -17,6 +17,7 @@ from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
 from verl.training.registry import build_engine
 from verl.training.settings import EngineSettings
+from verl.workers.rank_speed import PROBE_S, compare_ranks, time_matrix_product
 from verl.workers.sample_rows import TokenValues
 from verl.workers.train_base import BaseTrainWorker, RankGroup, RankSettings, explain_out_of_memory
 
@@ -99,7 +100,10 @@ class TrainWorker(BaseTrainWorker):
             timeout=self._timeouts.train,
         )
         self._plan = plan.without_refs()
-        return self._policy.prepare(samples, plan) | {"perf/train_worker_rss_gib": resident_gib()}
+        metrics = {"perf/train_worker_rss_gib": resident_gib()}
+        if self._world_size > 1:
+            metrics[PROBE_S] = time_matrix_product(self._settings.actor.device)
+        return self._policy.prepare(samples, plan) | metrics
 
     @explain_out_of_memory
     def update(self) -> dict[str, float]:
@@ -188,7 +192,8 @@ class PolicyGroup(RankGroup):
     worker = TrainWorker
 
     async def prepare(self, plan: Plan) -> dict[str, float]:
-        return (await self.call("prepare", per_rank=self.layout.spread(plan.ranks), timeout=self._timeouts.train))[0]
+        replies = await self.call("prepare", per_rank=self.layout.spread(plan.ranks), timeout=self._timeouts.train)
+        return replies[0] | compare_ranks([reply[PROBE_S] for reply in replies if PROBE_S in reply])
 
     def read_tokens(self, indices: Sequence[Sequence[int]]) -> list[Any]:
         """Return a reference to the `TokenValues` of some samples of each data rank; None where there are none."""

@@ -190,8 +190,8 @@ def test_metrics_describe_the_responses() -> None:
     handles = [
         handle("a", 0, 10, generated=4, score=1.0),
         handle("b", 0, 20, generated=8, score=1.0, finish_reason="length"),
-        handle("c", 1, 30, generated=6, score=0.0),
-        handle("d", 1, 40, generated=6, score=1.0),
+        handle("c", 1, 30, generated=6, score=0.0, repetition=0.9, preemptions=2),
+        handle("d", 1, 40, generated=6, score=1.0, repetition=0.5),
         handle("e", 2, 20, generated=1, score=-1.0),
     ]
     plan = Planner(2, BatchSizes(8, None, 80)).plan(handles)
@@ -215,6 +215,9 @@ def test_metrics_describe_the_responses() -> None:
         "response_length/min": 1.0,
         "response_length/max": 8.0,
         "response_length/clip_ratio": 0.2,
+        "response/empty_ratio": 0.2,
+        "response/repetitive_ratio": 0.2,
+        "perf/preemptions_per_response": 0.4,
     }
     assert plan.warnings == []
 

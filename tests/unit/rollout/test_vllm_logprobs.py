@@ -43,7 +43,7 @@ def output(logprobs: Any, spans: list[tuple[int, int, str]] | None = None, token
     first = SimpleNamespace(
         token_ids=tokens, logprobs=logprobs, weight_versions=versions, finish_reason="stop", routed_experts=None
     )
-    return SimpleNamespace(outputs=[first])
+    return SimpleNamespace(outputs=[first], metrics=SimpleNamespace(num_preemptions=2))
 
 
 @pytest.mark.parametrize("others", [0, 2])
@@ -62,6 +62,7 @@ def test_a_response_has_arrays_of_its_log_probs_and_versions() -> None:
     assert completion.logprobs.tolist() == LOGPROBS
     assert completion.versions.tolist() == [7, 8, 8, 8]
     assert completion.versions.dtype == np.int32
+    assert completion.preemptions == 2
     assert pickle.loads(pickle.dumps(completion)) == completion
     other = _completion(output(flat, [(0, 2, "7"), (2, 4, "8")]))
     assert other != completion

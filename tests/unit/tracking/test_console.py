@@ -185,11 +185,19 @@ def test_control_characters_do_not_reach_the_terminal(terminal: bool) -> None:
 
 
 def test_advice_is_reported_also_if_it_was_given_before() -> None:
-    console, reported = Console(out=rich.console.Console(file=io.StringIO())), list[str]()
-    console.advice("first")
-    with console.report_advice(reported.append):
+    console, reported = Console(out=rich.console.Console(file=io.StringIO())), list[tuple[str, str]]()
+    console.advice("first", "no-signal")
+    with console.report_advice(lambda *advice: reported.append(advice)):
         console.advice("second")
     console.advice("third")
-    assert reported == ["first", "second"]
-    with console.report_advice(reported.append):
-        assert reported == ["first", "second", "third"]
+    assert reported == [("first", "no-signal"), ("second", "")]
+    with console.report_advice(lambda *advice: reported.append(advice)):
+        assert reported[2:] == [("third", "")]
+
+
+def test_the_rule_of_an_advice_can_be_looked_up() -> None:
+    out = io.StringIO()
+    console = Console(out=rich.console.Console(file=out, width=20))
+    console.advice("all rewards are equal", "no-signal")
+    console.advice("something else")
+    assert out.getvalue() == "  ! all rewards are equal (verl explain no-signal)\n  ! something else\n"

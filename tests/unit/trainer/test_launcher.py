@@ -55,7 +55,7 @@ class Dying:
 
     async def begin(self, version: int) -> None: ...
 
-    async def diagnose(self, metrics: Any, version: int) -> list[str]:
+    async def diagnose(self, metrics: Any, version: int) -> list[Any]:
         return []
 
     async def validate(self, version: int) -> None: ...

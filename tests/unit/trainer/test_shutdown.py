@@ -152,7 +152,7 @@ class Stepping:
 
     async def begin(self, version: int) -> None: ...
 
-    async def diagnose(self, metrics: Any, version: int) -> list[str]:
+    async def diagnose(self, metrics: Any, version: int) -> list[Any]:
         return []
 
     def state(self, version: int) -> dict[str, Any]:

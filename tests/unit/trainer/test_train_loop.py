@@ -34,7 +34,7 @@ class Failing:
     async def begin(self, version: int) -> None: ...
     async def validate(self, version: int) -> None: ...
 
-    async def diagnose(self, metrics: Any, version: int) -> list[str]:
+    async def diagnose(self, metrics: Any, version: int) -> list[Any]:
         return []
 
     def state(self, version: int) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class Watcher:
         for record in self._metrics.read():
             self._show(record)
         for warning in self._warnings.read():
-            self.console.advice(str(warning.get("text")))
+            self.console.advice(str(warning.get("text")), str(warning.get("rule", "")))
 
     def _record_start(self, start: Mapping[str, Any]) -> None:
         history = self.console.history

@@ -300,7 +300,15 @@ def _completion(final: Any, *, keep_sampling_mask: bool = False) -> Completion:
         logprobs, kept = read_kept(output.logprobs, tokens)
     else:
         logprobs = read_logprobs(output.logprobs, tokens)
-    return Completion(tokens, logprobs, versions, output.finish_reason, output.routed_experts, kept_ids=kept)
+    return Completion(
+        tokens,
+        logprobs,
+        versions,
+        output.finish_reason,
+        output.routed_experts,
+        kept_ids=kept,
+        preemptions=0 if final.metrics is None else final.metrics.num_preemptions,
+    )
 
 
 def read_logprobs(flat: FlatLogprobs, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -370,6 +378,7 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
     arguments: dict[str, Any] = {
         "scheduling_policy": "priority",
+        "disable_log_stats": False,  # they count the preemptions of each request
         "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that the token was drawn from
         "weight_transfer_config": {"backend": BACKENDS[settings.weight_backend]},
     }

@@ -227,7 +227,9 @@ class RunBuilder(Generic[C]):
             keep_weights=keep_weights,
         )
         warnings = self.open_record("warnings", KEEP_ALL)
-        record_advice = self.console.report_advice(lambda text: warnings.log({"text": text}, loop.version))
+        record_advice = self.console.report_advice(
+            lambda text, rule: warnings.log({"text": text, "rule": rule}, loop.version)
+        )
         self._closing.enter_context(record_advice)
         return loop
 

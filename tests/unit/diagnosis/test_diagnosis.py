@@ -8,13 +8,16 @@ import re
 import pytest
 
 from verl.config.load import load
-from verl.tracking.diagnosis import Diagnosis
+from verl.diagnosis.diagnosis import Diagnosis
+from verl.diagnosis.diagnosis import diagnose as diagnose_run
+from verl.diagnosis.rule import Rule
+from verl.diagnosis.rules import RULES, find_rule
 
 pytestmark = pytest.mark.unit
 
 
 def diagnose(metrics: dict[str, float]) -> list[str]:
-    return Diagnosis().advise(metrics, 1)
+    return [advice.text for advice in Diagnosis().advise(metrics, 1)]
 
 
 HEALTHY = {
@@ -29,6 +32,7 @@ HEALTHY = {
     "actor/grad_norm": 0.3,
 }
 
+NOT_NUMBERS = {"reward.functions"}
 PROBLEMS = [
     ({"reward/max": 0.0}, "same reward, 0", "actor_rollout_ref.rollout.n="),
     ({"reward/groups_without_signal": 0.95}, "95% of the prompts", "actor_rollout_ref.rollout.n="),
@@ -85,29 +89,27 @@ def test_the_same_advice_comes_once_and_then_as_a_reminder() -> None:
 def test_a_new_problem_is_reported_at_once_even_while_another_lasts() -> None:
     diagnosis = Diagnosis()
     assert len(diagnosis.advise(HEALTHY | {"reward/max": 0.0}, 1)) == 1
-    (line,) = diagnosis.advise(HEALTHY | {"reward/max": 0.0, "actor/kl_loss": 9.0}, 2)
-    assert "actor/kl_loss" in line
+    (advice,) = diagnosis.advise(HEALTHY | {"reward/max": 0.0, "actor/kl_loss": 9.0}, 2)
+    assert advice.rule == "kl-explosion"
+    assert "actor/kl_loss" in advice.text
 
 
-@pytest.mark.parametrize("change", [change for change, _, _ in PROBLEMS])
-def test_every_override_that_is_advised_is_a_setting_that_works(change: dict[str, float]) -> None:
-    (line,) = diagnose(HEALTHY | change)
-    keys = re.findall(
-        r"(?<!\w)\+?(?:actor_rollout_ref|data|algorithm|trainer|reward)\.[\w.]+(?:=(?:\w[\w.]*|\[.*\]))?", line
-    )
-    overrides = [key.rstrip(".") for key in keys if "=" in key]
-    assert keys
-    load(overrides, complete=False)
-    load([f"{key}=1" for key in keys if "=" not in key], complete=False)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_override_that_is_advised_is_a_setting_that_works(rule: Rule) -> None:
+    pattern = r"`(\+?(?:actor_rollout_ref|data|algorithm|async_training|trainer|reward)\.[\w.]+(?:=[^`]+)?)`"
+    keys = re.findall(pattern, rule.remedy)
+    assert keys or rule.name == "slow-rank"
+    load([key for key in keys if "=" in key], complete=False)
+    load([f"{key}=1" for key in keys if "=" not in key and key not in NOT_NUMBERS], complete=False)
 
 
 def test_equal_rewards_are_shown_with_a_response() -> None:
     same = HEALTHY | {"reward/min": 0.0, "reward/max": 0.0}
     preview = "verl.rewards.scorers.gsm8k gave 0 to the answer '42'; the ground truth is '42'"
-    [line] = Diagnosis().advise(same, 1, preview)
-    assert line.endswith(preview)
-    [line] = Diagnosis().advise(HEALTHY | {"reward/groups_without_signal": 0.95}, 1, preview)
-    assert preview not in line
+    [advice] = Diagnosis().advise(same, 1, preview)
+    assert advice.text.endswith(preview)
+    [advice] = Diagnosis().advise(HEALTHY | {"reward/groups_without_signal": 0.95}, 1, preview)
+    assert preview not in advice.text
 
 
 def test_a_rare_correct_response_is_not_an_outlier() -> None:
@@ -120,7 +122,8 @@ def run_of(*numbers: tuple[float, float]) -> list[str]:
     diagnosis, lines = Diagnosis(), list[str]()
     for step, (reward, validation) in enumerate(numbers, 1):
         diagnosis.advise(HEALTHY | {"reward/mean": reward}, step)
-        lines += diagnosis.advise_validation({"val/gsm8k/mean@1": validation, "timing_s/validation": step}, step)
+        means = {"val/gsm8k/mean@1": validation, "timing_s/validation": float(step)}
+        lines += [advice.text for advice in diagnosis.advise(means, step)]
     return lines
 
 
@@ -142,3 +145,24 @@ def test_reward_hacking_is_reported_once_with_a_fix() -> None:
 )
 def test_rewards_and_validations_that_agree_give_no_advice(numbers: list[tuple[float, float]]) -> None:
     assert run_of(*numbers) == []
+
+
+def test_rules_have_names_of_their_own_and_say_everything() -> None:
+    names = [rule.name for rule in RULES]
+    assert len(set(names)) == len(names)
+    for rule in RULES:
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)*", rule.name)
+        assert find_rule(rule.name) is find_rule(rule.name.replace("-", " ").upper()) is rule
+        assert rule.metrics
+        assert all(text.endswith(".") for text in (rule.meaning, rule.limits)), rule.name
+        assert not rule.remedy.endswith("."), "the name of the rule, or a response, follows"
+        assert "\n" not in rule.meaning + rule.limits + rule.remedy
+
+
+def test_a_run_that_has_ended_gets_the_same_advice() -> None:
+    steps = [(step, HEALTHY | {"reward/mean": 0.9}) for step in range(1, 5)]
+    assert diagnose_run(steps) == []
+    steps[2][1]["actor/kl_loss"] = 3.0
+    steps[2][1]["val/gsm8k/mean@1"] = 0.5
+    [(step, advice)] = diagnose_run(steps)
+    assert (step, advice.rule) == (3, "kl-explosion")
