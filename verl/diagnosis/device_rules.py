@@ -78,8 +78,9 @@ SLOW_RANK = Rule(
     _find_slow_rank,
     metrics=("perf/slowest_rank", "perf/slowest_rank_slowdown"),
     meaning=(
-        "Each step all ranks time the same small matrix product, which needs no other rank. One of them is slower each "
-        "time: its device is hot, throttled or faulty, or other programs use it. All others wait for it at every layer."
+        "The device of one train rank is slow: hot, throttled, faulty, or used by other programs. All other ranks wait "
+        "for it at every layer, so that the times of the step look alike. In each step every rank times the same small "
+        "matrix product, which needs no other rank."
     ),
     limits=(
         f"The median of {_SLOW_STEPS} steps is above {_SLOW:g} times the time of the median rank, and the same rank is "

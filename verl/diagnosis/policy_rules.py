@@ -34,8 +34,7 @@ KL_EXPLOSION = Rule(
     ),
     limits=(
         "; ".join(f"`{name}` above {limit:g}" for name, limit in _KL_LIMITS.items())
-        + ", in absolute value. At 1 nat per token the reference would rarely generate these responses; healthy runs "
-        "stay below 0.1 for many steps."
+        + ", in absolute value. At 1 nat per token the reference would rarely generate these responses."
     ),
     remedy=(
         "try `actor_rollout_ref.actor.use_kl_loss=True` `actor_rollout_ref.actor.kl_loss_coef=0.01`, or a lower "

@@ -92,7 +92,8 @@ LENGTH_EXPLOSION = Rule(
         f"risen by at most {_SAME_REWARD:g} of its standard deviation; means of {_LENGTH_STEPS} steps are compared."
     ),
     remedy=(
-        "penalize long responses with `reward.overlong_buffer.enable=True` `reward.overlong_buffer.len=128`, average the loss over tokens with "
+        "penalize long responses with `reward.overlong_buffer.enable=True` `reward.overlong_buffer.len=128`, average "
+        "the loss over tokens with "
         "`actor_rollout_ref.actor.loss_agg_mode=token-mean`, lower `actor_rollout_ref.actor.entropy_coeff` if it is "
         "set, and check that responses end with the end token"
     ),

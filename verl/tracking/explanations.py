@@ -141,6 +141,19 @@ EXPLANATIONS = (
         "Usually below 10%; above, increase `data.max_response_length`.",
     ),
     Explanation(
+        "",
+        ("response/empty_ratio", "response/repetitive_ratio"),
+        "Share of responses that consist of their end token, and of those of which more than half repeats itself (from "
+        "64 tokens on).",
+        "Near 0; otherwise the model, its chat template or the reward is broken.",
+    ),
+    Explanation(
+        "",
+        ("reward/error_rate", "reward/timeout_rate"),
+        "Share of responses that the reward function failed to score, or did not score in time; they are dropped.",
+        "Usually 0; above `reward.max_failure_rate` the run stops.",
+    ),
+    Explanation(
         "staleness",
         ("training/staleness",),
         "Versions of the weights that the oldest response of the step lags behind.",
@@ -180,6 +193,19 @@ EXPLANATIONS = (
     ),
     Explanation(
         "",
+        ("perf/preemptions_per_response",),
+        "How often vLLM dropped the cache of a response to make room for others, and computed it again.",
+        "Usually 0; above 0.1 the KV cache is too small.",
+    ),
+    Explanation(
+        "",
+        ("perf/slowest_rank", "perf/slowest_rank_slowdown", "perf/compute_probe_s"),
+        "Which train rank takes longest for a small matrix product, its time relative to the median rank, and the "
+        "seconds of rank 0.",
+        "Above 1.5 for many steps, and always the same rank: its device is slow, and all others wait for it.",
+    ),
+    Explanation(
+        "",
         ("perf/controller_rss_gib", "perf/train_worker_rss_gib"),
         "Resident memory of the controller, and of a train rank.",
     ),
@@ -194,7 +220,7 @@ EXPLANATIONS = (
         "warnings",
         (),
         "How many warnings the run has given so far, and the last one.",
-        "Each says what to try; all are in `warnings.jsonl` in the folder of the run.",
+        "Each says what to try, and most name a rule to explain; all are in `warnings.jsonl` in the folder of the run.",
     ),
 )
 

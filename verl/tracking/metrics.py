@@ -1,4 +1,4 @@
-"""Metrics by name; docs/tracking.md describes those that the console and the diagnosis read."""
+"""Metrics by name; docs/tracking.md describes those that the console and `verl.diagnosis` read."""
 
 from __future__ import annotations
 
