@@ -39,7 +39,19 @@ ROTATION = (
         "combinations",
         "async_learning",
     ),
-    ("trust", "stall", "real_model", "tp", "sync", "bandits", "episodes", "hostile_agents", "deterministic", "live"),
+    (
+        "trust",
+        "stall",
+        "real_model",
+        "tp",
+        "sync",
+        "bandits",
+        "episodes",
+        "hostile_agents",
+        "deterministic",
+        "live",
+        "diagnosis",
+    ),
     ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel", "game", "scale", "async_resume"),
 )
 LONG = ("learning", "parity", "resume")  # run at every commit, and start first, as do those of the rotation
