@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from verl.config.rollout_engines import get_rollout_engine
-from verl.config.schema import Config, SftConfig
+from verl.config.schema import MISSING, Config, SftConfig
 from verl.config.schema.actor import ActorConfig, CheckpointConfig, ModelConfig, OptimConfig
 from verl.config.schema.conditions import ACTOR
 from verl.config.schema.critic import CriticConfig
@@ -82,6 +82,16 @@ def list_trained_models(config: Config | SftConfig) -> list[TrainedModel]:
     actor, critic = config.actor_rollout_ref.actor, config.critic
     models = [TrainedModel(ACTOR, actor, f"{ACTOR}.optim", actor.optim)]
     return [*models, TrainedModel("critic", critic, "critic.optim", critic.optim)] if uses_critic(config) else models
+
+
+def data_splits(config: Config | SftConfig) -> dict[str, list[str]]:
+    """Return the paths and patterns of the data files by split, of the splits that have any."""
+    entries = {"train": config.data.train_files, "val": config.data.val_files}
+    return {
+        split: [files] if isinstance(files, str) else files
+        for split, files in entries.items()
+        if files and files != MISSING
+    }
 
 
 def list_engines(config: Config | SftConfig) -> list[tuple[str, RolloutConfig | RewardRolloutConfig]]:

@@ -111,6 +111,16 @@ def load_run(
     run_type: RunType[C], argv: Sequence[str], *, complete: bool = True, tree: Tree | None = None
 ) -> list[LoadedConfig[C]]:
     """Load the settings of a type of run from a command line, on top of the settings in `tree`."""
+    runs, problems = inspect_run(run_type, argv, complete=complete, tree=tree)
+    if problems:
+        raise ConfigError(problems)
+    return runs
+
+
+def inspect_run(
+    run_type: RunType[C], argv: Sequence[str], *, complete: bool = True, tree: Tree | None = None
+) -> tuple[list[LoadedConfig[C]], list[str]]:
+    """Return what `load_run` returns and all problems: settings that are wrong have their defaults."""
     problems: list[str] = []
     options = parse_options(argv, problems)
     overrides = parse_overrides(options.overrides, problems)
@@ -120,9 +130,7 @@ def load_run(
         # what could be read is validated too, so that all problems are reported
         points = points[:1] or [SweepPoint([])]
     runs = [_build(run_type, point, tree or {}, source, complete, problems) for point in points]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return runs
+    return runs, list(dict.fromkeys(problems))
 
 
 def load_dict(

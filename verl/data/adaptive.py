@@ -17,8 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from verl.config.schema.data import DataConfig
+from verl.custom_functions import load_function
 from verl.data.samplers import Sampler, ShuffledSampler, make_random
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 
 MAX_TRIES = 100  # attempts to draw a row that is not in flight
 
@@ -203,3 +205,18 @@ class AdaptiveSampler(Sampler):
 def takes_scores(sampler: Callable[..., Any]) -> bool:
     """Return whether what `data.sampler` names is a class of adaptive samplers, not a function for whole epochs."""
     return inspect.isclass(sampler)
+
+
+def load_sampler(data: DataConfig) -> Callable[..., Any]:
+    """Load what data.sampler names, a class or a function, and check that it takes data.sampler_kwargs."""
+    assert data.sampler is not None
+    try:
+        sampler = load_function(data.sampler, SAMPLERS, "data.sampler")
+        arguments = ("rows", "seed", "column") if takes_scores(sampler) else ("epoch", "seed", "rows", "column")
+        inspect.signature(sampler).bind(*arguments, **data.sampler_kwargs)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    except TypeError as error:
+        given = ", ".join([*arguments, *(f"{key}=..." for key in data.sampler_kwargs)])
+        raise ConfigError([f"data.sampler: {data.sampler} cannot be called with ({given}): {error}"]) from error
+    return sampler

@@ -77,6 +77,19 @@ class PromptOptions:
     streaming: bool | None = False
 
 
+@dataclass(frozen=True, slots=True)
+class DatasetSettings:
+    """The prompts of one split; `kept` are the rows that the controller has not filtered out.
+
+    `teacher` is the path of a model that reads them in its own chat template.
+    """
+
+    files: list[str]
+    options: PromptOptions
+    kept: npt.NDArray[np.int64] | range
+    teacher: str | None = None
+
+
 class PromptDataset(FileSet):
     """The prompts of one or several Parquet or JSONL files. `dataset[i]` is a `Prompt`, whose `row` counts over all
     files, dropped rows included; None if a streamed prompt is dropped.

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from verl.config.features import data_splits
 from verl.config.schema import SftConfig
 from verl.data.chat import PromptError
 from verl.data.dataset import DataReport
@@ -21,7 +22,7 @@ from verl.errors import ConfigError, DataError, VerlError
 from verl.models.stop_tokens import find_stop_tokens
 from verl.sft.examples import Example, ExampleReader, find_missing_header, list_columns
 from verl.trainer.build.adapter_checks import find_adapter_problems
-from verl.trainer.build.data import check_model, data_splits, length_cache_dir, open_tokenizer
+from verl.trainer.build.data import check_model, length_cache_dir, open_tokenizer
 from verl.trainer.build.preflight import (
     find_expert_problems,
     find_folder_problems,

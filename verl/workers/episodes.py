@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from verl.agents.agent_episode import AgentEpisode
 from verl.agents.deterministic_batcher import DeterministicBatcher
@@ -42,7 +41,7 @@ from verl.config.features import may_score_itself, scores_responses, uses_task_r
 from verl.config.schema import Config
 from verl.custom_functions import import_external
 from verl.data.chat import load_tokenizer
-from verl.data.dataset import PromptDataset, PromptOptions
+from verl.data.dataset import DatasetSettings, PromptDataset
 from verl.errors import ConfigError
 from verl.rewards.final_answer import extract_final_answer
 from verl.rewards.models.tokenization import build_encoder
@@ -58,19 +57,6 @@ from verl.workers.sample_rows import SampleFile, SampleWriter, TokenValues
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetSettings:
-    """The prompts of one split; `kept` are the rows that the controller has not filtered out.
-
-    `teacher` is the path of a model that reads them in its own chat template.
-    """
-
-    files: list[str]
-    options: PromptOptions
-    kept: npt.NDArray[np.int64] | range
-    teacher: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

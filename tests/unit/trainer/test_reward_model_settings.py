@@ -12,6 +12,7 @@ import pytest
 
 from verl.config.load import load_dict
 from verl.config.schema.root import Config
+from verl.data.dataset import DatasetSettings
 from verl.errors import ConfigError
 from verl.rewards.settings import RewardModelSettings
 from verl.rollout.engine import EngineView
@@ -19,7 +20,6 @@ from verl.rollout.vllm.reward_model import VllmRewardModel
 from verl.trainer.build.preflight import check_files
 from verl.trainer.build.worker_settings import episode_settings, reward_model_settings
 from verl.workers import episodes
-from verl.workers.episodes import DatasetSettings
 from verl.workers.rewards import _make_model
 
 pytestmark = pytest.mark.unit

@@ -21,8 +21,9 @@ from verl.sft.builder import build_schedule as sft_schedule
 from verl.tracking.console import Console
 from verl.trainer.build import run_sources
 from verl.trainer.build.code_files import find_code
+from verl.trainer.build.preflight import advise_on_cores
 from verl.trainer.build.run_sources import digest_sources, find_changes
-from verl.trainer.build.runtime import advise_on_cores, build_checkpointer, resume
+from verl.trainer.build.runtime import build_checkpointer, resume
 
 pytestmark = pytest.mark.unit
 

@@ -13,6 +13,7 @@ from verl.config.batch_sizes import BatchSizes
 from verl.config.checks import TRAIN_HINTS
 from verl.config.load import load, load_dict
 from verl.config.schema.root import Config
+from verl.data.dataset import DatasetSettings
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
 from verl.rollout.engine import EngineView
@@ -30,7 +31,7 @@ from verl.trainer.build.worker_settings import (
 from verl.training.settings import LoraSettings
 from verl.types import SampleHandle
 from verl.weights.sync import TOLERANCES
-from verl.workers.episodes import DatasetSettings, EpisodeWorker
+from verl.workers.episodes import EpisodeWorker
 
 pytestmark = pytest.mark.unit
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 from verl.agents.agent_episode import AgentEpisode
 from verl.agents.rendering import check_template
 from verl.config.batch_sizes import get_max_sequence_tokens
-from verl.config.features import may_score_code, uses_reward_function, uses_task_rewards
+from verl.config.features import data_splits, may_score_code, uses_reward_function, uses_task_rewards
 from verl.config.schema.actor import ModelConfig
 from verl.config.schema.data import DataConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
-from verl.custom_functions import load_function
-from verl.data.adaptive import SAMPLERS, AdaptiveSampler, takes_scores
+from verl.data.adaptive import AdaptiveSampler, load_sampler, takes_scores
 from verl.data.chat import (
     chat_template_hint,
     describe_vocabulary_gap,
     load_tokenizer,
     teacher_template_hint,
 )
-from verl.data.dataset import PromptDataset, PromptOptions, extract_reward_fields
+from verl.data.dataset import DatasetSettings, PromptDataset, PromptOptions, extract_reward_fields
 from verl.data.files import CACHED_BYTES, suggest_path
 from verl.data.samplers import (
     BufferedShuffleSampler,
@@ -41,7 +39,6 @@ from verl.models.model_support import family_note, packing_length_problem
 from verl.models.stop_tokens import find_stop_tokens
 from verl.rewards.reward_function import explain_no_scorer, find_builtin, resolve_scorer
 from verl.rewards.scorers import code
-from verl.workers.episodes import DatasetSettings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -266,27 +263,6 @@ def _streaming_warnings(config: Config, dataset: PromptDataset) -> list[str]:
 def length_cache_dir(config: Config | SftConfig) -> Path:
     """Return the folder in which prompt lengths are cached between runs."""
     return Path(config.data.cache_dir or "~/.cache/verl").expanduser() / "lengths"
-
-
-def data_splits(config: Config | SftConfig) -> dict[str, list[str]]:
-    """Return the paths and patterns of the data files by split, of the splits that have any."""
-    entries = {"train": config.data.train_files, "val": config.data.val_files}
-    return {split: [files] if isinstance(files, str) else files for split, files in entries.items() if files}
-
-
-def load_sampler(data: DataConfig) -> Callable[..., Any]:
-    """Load what data.sampler names, a class or a function, and check that it takes data.sampler_kwargs."""
-    assert data.sampler is not None
-    try:
-        sampler = load_function(data.sampler, SAMPLERS, "data.sampler")
-        arguments = ("rows", "seed", "column") if takes_scores(sampler) else ("epoch", "seed", "rows", "column")
-        inspect.signature(sampler).bind(*arguments, **data.sampler_kwargs)
-    except ValueError as error:
-        raise ConfigError([str(error)]) from error
-    except TypeError as error:
-        given = ", ".join([*arguments, *(f"{key}=..." for key in data.sampler_kwargs)])
-        raise ConfigError([f"data.sampler: {data.sampler} cannot be called with ({given}): {error}"]) from error
-    return sampler
 
 
 def _build_custom_sampler(data: DataConfig, dataset: PromptDataset, seed: int) -> Sampler:

@@ -13,6 +13,7 @@ from verl.checkpoint.locate import find_shards
 from verl.cluster.nvidia_smi import query_gpus
 from verl.config.checks.device_support import check_capability, find_cpu_conflicts
 from verl.config.features import (
+    data_splits,
     get_checkpoint_settings,
     get_model_settings,
     list_trained_models,
@@ -25,20 +26,18 @@ from verl.config.schema import SftConfig
 from verl.config.schema.actor import FsdpConfig
 from verl.config.schema.conditions import ACTOR, ROLLOUT
 from verl.config.schema.root import Config
+from verl.data.adaptive import load_sampler
 from verl.data.files import suggest_path
 from verl.data.validate import find_file_problems
 from verl.errors import ConfigError, DataError, RewardError, VerlError
 from verl.memory_plan.accelerators import GIB
-from verl.memory_plan.suggestions import memory_note
 from verl.models.model_folder import read_config
 from verl.models.model_safety import model_problems
 from verl.models.model_shape import ModelShape
 from verl.models.model_support import expert_problem, family_problems, heads_problem
 from verl.rewards.pool.pool import open_rewards
 from verl.trainer.build.adapter_checks import find_adapter_problems
-from verl.trainer.build.data import data_splits, load_sampler
 from verl.trainer.build.reward_settings import reward_function_settings
-from verl.trainer.build.worker_settings import train_settings
 
 _NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
 
@@ -59,20 +58,25 @@ def check_files(config: Config) -> None:
 
 
 def find_problems(config: Config) -> list[VerlError]:
-    problems: list[VerlError] = [ConfigError([problem]) for problem in _find_model_problems(config)]
+    """Return what is wrong with models and data files."""
+    problems: list[VerlError] = [ConfigError([problem]) for problem in find_all_model_problems(config)]
     if config.data.sampler is not None:
         try:
             load_sampler(config.data)
         except ConfigError as error:
             problems.append(error)
-    data = config.data
-    for split, files in data_splits(config).items():
-        keys, weighted = {"prompt_key": data.prompt_key}, False
-        if split == "train":
-            keys |= {} if data.curriculum_key is None else {"curriculum_key": data.curriculum_key}
-            weighted = data.train_weights is not None
-        problems += map(DataError, find_file_problems(files, keys, weighted=weighted))
+    for split in data_splits(config):
+        problems += map(DataError, find_data_problems(config, split))
     return problems
+
+
+def find_data_problems(config: Config, split: str) -> list[str]:
+    """Return what is wrong with the files of a split: missing, unreadable, or without a column that is needed."""
+    data, keys, weighted = config.data, {"prompt_key": config.data.prompt_key}, False
+    if split == "train":
+        keys |= {} if data.curriculum_key is None else {"curriculum_key": data.curriculum_key}
+        weighted = data.train_weights is not None
+    return find_file_problems(data_splits(config)[split], keys, weighted=weighted)
 
 
 def find_folder_problems(config: Config | SftConfig) -> Iterator[str]:
@@ -125,9 +129,22 @@ def memory_notes(config: Config, device: str) -> list[str]:
 
     It does not stop the run, because it is an estimate. Nothing is known on a machine without accelerators.
     """
+    from verl.memory_plan.suggestions import memory_note
+    from verl.trainer.build.worker_settings import train_settings  # imports Ray, after models and data were checked
+
     memory = None if device == "cpu" else read_device_memory()
     note = None if memory is None else memory_note(config, memory, train_settings)
     return [] if note is None else [note]
+
+
+def advise_on_cores(ranks: int, device: str, cores: int) -> str | None:
+    """Return advice if train ranks, of which there are 8 by default, have to share the cores of the machine."""
+    if device != "cpu" or ranks <= cores:
+        return None
+    return (
+        f"this machine has no GPU, and {ranks} train ranks share its {cores} CPU cores: the run will be slow; set "
+        "trainer.n_gpus_per_node=1"
+    )
 
 
 def read_device_memory() -> int | None:
@@ -166,7 +183,8 @@ def raise_problems(problems: Sequence[VerlError]) -> None:
     raise ConfigError([text for problem in problems for text in (getattr(problem, "problems", None) or [str(problem)])])
 
 
-def _find_model_problems(config: Config) -> Iterator[str]:
+def find_all_model_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the models that a run loads, as far as their files tell."""
     actor, reward = config.actor_rollout_ref.model, config.reward
     paths = {"actor_rollout_ref.model.path": actor.path, "actor_rollout_ref.model.tokenizer_path": actor.tokenizer_path}
     if uses_critic(config):

@@ -27,6 +27,7 @@ from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sink import RunInfo
 from verl.tracking.sinks import KEEP_ALL, Sinks, open_record, open_sinks
+from verl.trainer.build.preflight import advise_on_cores
 from verl.trainer.build.run_sources import DATA, Sources, digest_sources, find_changes
 from verl.trainer.build.worker_settings import timeouts
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
@@ -105,16 +106,6 @@ def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSch
         wandb_proxy=config.trainer.wandb_proxy,
     )
     return open_sinks([*config.trainer.logger, "jsonl"], run, console)
-
-
-def advise_on_cores(ranks: int, device: str, cores: int) -> str | None:
-    """Return advice if train ranks, of which there are 8 by default, have to share the cores of the machine."""
-    if device != "cpu" or ranks <= cores:
-        return None
-    return (
-        f"this machine has no GPU, and {ranks} train ranks share its {cores} CPU cores: the run will be slow; set "
-        "trainer.n_gpus_per_node=1"
-    )
 
 
 class RunBuilder(Generic[C]):
