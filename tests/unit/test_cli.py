@@ -41,7 +41,7 @@ def test_an_unknown_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]
     assert main(["trian"]) == 2
     known = (
         "Commands: train, sft, demo, data, generate, eval, merge, config, watch, show, report, runs, compare, explain, "
-        "audit, scale, plan, migrate, env, completion."
+        "audit, scale, doctor, reward-test, plan, migrate, env, completion."
     )
     assert capsys.readouterr().err == f"verl: unknown command 'trian'. Did you mean 'train'? {known}\n"
     assert main(["xyz"]) == 2
@@ -87,7 +87,7 @@ def test_config_prints_yaml_and_marks_what_was_changed(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (["--dry-run"], "every run checks its settings and files before it starts; `verl config`"),
+        (["--check"], "run `verl doctor` with the same settings"),
         (["--lr", "1e-5"], "set optim.lr=1e-6"),
         (["--model_name_or_path=org/model"], "set model.path=MODEL"),
         (["--trainer.seed=3"], "write trainer.seed=3"),

@@ -24,6 +24,8 @@ COMMANDS = {
     "explain": "say what a number on the terminal or a metric means",
     "audit": "prove from a run's folder that every prompt was trained once, in time",
     "scale": "change the number of rollout engines of a run while it goes on",
+    "doctor": "check this machine or, with settings, a run before it starts",
+    "reward-test": "try the reward on rows of the data and on hostile responses",
     "plan": "estimate memory and time of a run, and propose settings with which it fits",
     "migrate": "turn a launch script or YAML of another setup into a command of verl",
     "env": "print versions and machine, for bug reports",
@@ -36,6 +38,7 @@ MODULES = {
     "generate": "models.generate",
     "eval": "models.evaluate",
     "merge": "models.merge",
+    "reward-test": "reward_test",
     **{name: f"runs.{name}" for name in _RUNS},
 }
 """Modules in `verl.commands` that are not named after their command."""

@@ -56,7 +56,7 @@ compdef _verl verl
 _FISH = "complete -c verl -a '(verl completion --line (commandline -cp) 2>/dev/null)'\n"
 SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
-_WITH_SETTINGS = ("train", "sft", "data", "generate", "eval", "config")
+_WITH_SETTINGS = ("train", "sft", "data", "generate", "eval", "config", "doctor", "reward-test")
 
 
 def main(argv: Sequence[str]) -> int:

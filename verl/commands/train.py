@@ -9,9 +9,12 @@ from verl.config.load import load
 from verl.tracking.console import Console
 
 HELP = f"""\
-usage: verl train [settings]
+usage: verl train [--dry-run] [settings]
 
 Train a model with reinforcement learning. If trainer.save_freq saves checkpoints, rerun the command to resume.
+
+options:
+  --dry-run               start nothing, and print all that is wrong; see `verl doctor --help`
 
 {SETTINGS_HELP}
 example:
@@ -22,6 +25,10 @@ actor_rollout_ref.rollout.n=8
 
 def main(argv: Sequence[str]) -> int:
     """Train once per point of the sweep (once without `-m`); return the exit code."""
+    if "--dry-run" in argv:
+        from verl.commands import doctor
+
+        return doctor.main([argument for argument in argv if argument != "--dry-run"])
     points = load(argv)
     with Console().stage("importing libraries", is_logged=False):  # after the settings have been checked
         import verl.trainer.build.rl_builder  # noqa: F401

@@ -30,12 +30,9 @@ _PLAIN = re.compile(r"[\w.+~/@]+=[^\s'\",\[\]{}()$\\]+")
 _RANGE = re.compile(r"([\w.+]*_threshold)=([\d.]+_[\d._,]+)")
 """A setting that takes ranges: 0.5_5 is text, which Hydra's grammar would read as the number 0.55."""
 
-_CHECK = (
-    "every run checks its settings and files before it starts; `verl config` with the same settings prints them all, "
-    "and `verl plan` estimates memory and time"
-)
 _FOREIGN_OPTIONS = {
-    "--dry-run --check --validate": _CHECK,
+    "--check --validate": "run `verl doctor` with the same settings",
+    "--dry-run": "only `verl train` has it; every run checks its settings and files before it starts",
     "--cfg --print-config --show-config": "run `verl config` with the same settings",
     "--config -c": "use --config-path DIR --config-name NAME",
     "--resume --resume-from-checkpoint": "rerun the command: it resumes from the last checkpoint of its folder",
@@ -88,6 +85,8 @@ def parse_options(argv: Sequence[str], problems: list[str]) -> argparse.Namespac
     parser.add_argument("overrides", nargs="*")
     parser.error = _raise  # type: ignore[method-assign]
     options, unknown = parser.parse_known_intermixed_args(list(argv))
+    options.overrides += [text for text in unknown if not text.startswith("-")]  # those after an unknown option
+    unknown = [option for option in unknown if option.startswith("-")]
     for option in unknown:
         problems.append(f"{option}: is not an option; {_suggest_option(option)}")
     for option, value in pairwise(argv):  # the 1e-5 of `--lr 1e-5` is not an override
@@ -149,7 +148,8 @@ def parse_overrides(texts: Sequence[str], problems: list[str]) -> list[Override]
                 parsed.append(parser.parse_override(f"{key}='{value}'"))
         except HydraException as error:
             reason = str(error).splitlines()[0]
-            problems.append(f"{text}: is not a valid override ({reason}); quote special characters: name='\"a, b\"'")
+            fix = "quote special characters: name='\"a, b\"'" if "=" in text else "write settings as key=value"
+            problems.append(f"{text}: is not a valid override ({reason}); {fix}")
     return parsed
 
 

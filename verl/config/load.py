@@ -356,6 +356,12 @@ def _find_setting_of_error(run_type: RunType[C], loc: tuple[int | str, ...]) -> 
     return next(settings[key] for key in keys if key in settings)
 
 
+_MEANT: dict[str, dict[str, str]] = {
+    "trainer.device": {"gpu": "cuda"},
+    "algorithm.adv_estimator": {"ppo": "gae", "dapo": "grpo", "dr_grpo": "grpo", "gspo": "grpo", "reinforce": "rloo"},
+    "actor_rollout_ref.actor.policy_loss.loss_mode": {"ppo": "vanilla", "grpo": "vanilla", "dapo": "vanilla"},
+}
+"""Setting -> a name that users expect -> the choice that it stands for, where the most similar one is another thing."""
 _RULES: dict[str, Callable[[Any], str]] = {
     "greater_than_equal": lambda context: f"must be at least {context['ge']}",
     "greater_than": lambda context: f"must be above {context['gt']}",
@@ -372,7 +378,8 @@ def _describe_invalid(setting: Setting, item: Any) -> str:
     elif setting.choices:
         rule = f"must be one of {', '.join(str(choice) for choice in setting.choices)}"
         rule += f", or your own as {CUSTOM_FUNCTION}" if setting.takes_custom_function else ""
-        close = get_close_matches(value, [str(choice) for choice in setting.choices], n=1)
+        meant = _MEANT.get(setting.key, {}).get(value)
+        close = [meant] if meant else get_close_matches(value, [str(choice) for choice in setting.choices], n=1)
         if close and not isinstance(suggestion, list):
             suggestion = close[0]
     else:

@@ -104,6 +104,21 @@ def is_overridden(config: Section, key: str) -> bool:
     return setting.section is None and get_value(config, key) != setting.default
 
 
+_OTHER_NAMES = {
+    "data.train_batch_size": ("batch_size", "per_device_train_batch_size", "global_batch_size"),
+    "data.max_response_length": ("max_new_tokens", "max_completion_length", "max_tokens"),
+    "actor_rollout_ref.actor.optim.lr": ("learning_rate",),
+    "actor_rollout_ref.rollout.n": ("num_generations", "group_size", "num_samples_per_prompt"),
+    "actor_rollout_ref.model.path": ("model_name_or_path", "model_name", "pretrain"),
+    "trainer.total_epochs": ("num_train_epochs", "num_epochs", "epochs", "max_epochs"),
+    "trainer.total_training_steps": ("max_steps", "num_steps", "total_steps"),
+    "trainer.default_local_dir": ("output_dir", "save_dir", "save_path"),
+    "trainer.save_freq": ("save_steps", "save_interval"),
+    "trainer.test_freq": ("eval_steps", "eval_freq", "eval_interval"),
+}
+"""Setting -> its names in other programs."""
+
+
 def suggest_key(key: str, root: type[Section] = Config, aliases: Iterable[str] = ()) -> str | None:
     """Return the setting, or alias, that `key` was probably meant to be: one with nearly the same last name.
 
@@ -111,6 +126,9 @@ def suggest_key(key: str, root: type[Section] = Config, aliases: Iterable[str] =
     `ppo_mini_batch_size`. Settings that decide what code may run are never suggested.
     """
     parent, _, last = key.rpartition(".")
+    for setting, names in _OTHER_NAMES.items():
+        if last in names and setting in collect_settings(root):
+            return setting
     by_name: dict[str, list[str]] = defaultdict(list)
     for known in (*(setting.key for setting in collect_settings(root).values() if setting.section is None), *aliases):
         by_name[known.rpartition(".")[2]].append(known)

@@ -6,6 +6,8 @@ lengths are in characters.
 
 from __future__ import annotations
 
+import math
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -142,11 +144,22 @@ class DataInspector(FileSet):
         [token_ids] = encode(self.tokenizer, [text])
         return RowPreview(location, get_special_text(self.tokenizer).show(text), token_ids, **rewards)
 
-    def inspect(self, *, max_prompt_length: int, is_overlong_fatal: bool, limit: int | None = None) -> InspectionReport:
-        """Inspect all rows, or the first `limit`. If `is_overlong_fatal`, a run stops at a prompt that is too long."""
+    def inspect(
+        self,
+        *,
+        max_prompt_length: int,
+        is_overlong_fatal: bool,
+        limit: int | None = None,
+        seconds: float | None = None,
+    ) -> InspectionReport:
+        """Inspect all rows, or the first ones: `limit`, or as many as `seconds` allow.
+
+        If `is_overlong_fatal`, a run stops at a prompt that is too long.
+        """
         findings, counts, rows = _Findings(), array("q"), 0
         pending = islice(self._iter_rows(), limit)
-        while chunk := list(islice(pending, READ_AT_ONCE)):
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        while (not rows or time.monotonic() < until) and (chunk := list(islice(pending, READ_AT_ONCE))):
             texts_or_none = [self._inspect_row(findings, row, *file_row) for row, file_row in enumerate(chunk, rows)]
             texts = [text for text in texts_or_none if text is not None]
             counts.extend(map(len, texts if self.tokenizer is None else encode(self.tokenizer, texts)))

@@ -113,8 +113,8 @@ def lists_all_wrong_paths(trial: Trial) -> bool:
 
 
 def hints_at_foreign_options(trial: Trial) -> bool:
-    session = trial.run("foreign_options", "train", "--dry-run", "--lr", "1e-5", "--output_dir=out")
-    said = ("`verl config` with the same settings", "set optim.lr=", "set trainer.default_local_dir=")
+    session = trial.run("foreign_options", "train", "--check", "--lr", "1e-5", "--output_dir=out")
+    said = ("run `verl doctor` with the same settings", "set optim.lr=", "set trainer.default_local_dir=")
     return session.code == 2 and all(text in session.text for text in said)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.agents.agent_episode import AgentEpisode
 from verl.agents.rendering import check_template
@@ -67,7 +67,17 @@ def open_agents(config: Config, tokenizer: PreTrainedTokenizerBase) -> AgentEpis
     return episode
 
 
-def check_rows(datasets: Iterable[PromptDataset], episode: AgentEpisode) -> None:
+class FieldRows(Protocol):
+    """Rows of data files, such as a `PromptDataset`."""
+
+    def iter_fields(self, names: Sequence[str]) -> Iterator[tuple[int, Any, dict[str, Any]]]:
+        """Yield the number, the prompt and other columns of every row."""
+        ...
+
+    def location(self, row: int) -> str: ...
+
+
+def check_rows(datasets: Iterable[FieldRows], episode: AgentEpisode) -> None:
     """Raise a `DataError` that lists the rows which cannot be played: unknown agents or tools, prompts of text.
 
     Raise a `ConfigError` if the first prompt with tools does not show them to the model.
