@@ -204,7 +204,7 @@ def compose_yaml(
         try:
             composed = OmegaConf.to_container(compose(config_name=name, overrides=choices), resolve=False)
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-            problems.append(f"--config-name: {folder / name}.yaml cannot be read: {format_error(error)}")
+            problems.append(f"--config-name: {folder / name}.yaml cannot be read: {format_error(error)}; fix the file")
             return {}, rest
     assert isinstance(composed, dict)
     return {str(key): value for key, value in composed.items()}, rest

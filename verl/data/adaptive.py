@@ -218,5 +218,6 @@ def load_sampler(data: DataConfig) -> Callable[..., Any]:
         raise ConfigError([str(error)]) from error
     except TypeError as error:
         given = ", ".join([*arguments, *(f"{key}=..." for key in data.sampler_kwargs)])
-        raise ConfigError([f"data.sampler: {data.sampler} cannot be called with ({given}): {error}"]) from error
+        problem = f"data.sampler: {data.sampler} cannot be called with ({given}): {error}"
+        raise ConfigError([f"{problem}; check data.sampler_kwargs"]) from error
     return sampler

@@ -18,7 +18,7 @@ class Severity(IntEnum):
     NOTE = 2
 
 
-_PLACE = re.compile(r"(command line|(?:--?|~|\+\+?)?[\w.@/\[\]-]+(?:=\S*)?): ")
+_PLACE = re.compile(r"(command line|\S+): ")
 _VERBS = (
     *("add", "check", "choose", "convert", "create", "declare", "describe", "did you mean", "download", "fill", "fix"),
     *(
@@ -38,7 +38,8 @@ _VERBS = (
     ),
     *("remove", "rename", "rerun", "rewrite", "run", "save", "set", "start", "use", "write"),
 )
-_FIX = re.compile(rf"(?:[;.,] |\n *)(?=(?:{'|'.join(_VERBS)})\b|(?:[\w.]+ has|available): )", re.IGNORECASE)
+_OTHERS = r"every message needs|each line must|it must be|supported are|(?!it )(?:[\w.]+ has|available):"
+_FIX = re.compile(rf"(?:[;:.,] |\n *)(?=(?:{'|'.join(_VERBS)})\b|{_OTHERS})", re.IGNORECASE)
 """Where the fix begins: messages name it last, as an instruction."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +125,9 @@ def _describe_rows(config: Config, split: str, report: InspectionReport) -> Iter
     for problem in report.problems:
         severity = Severity.ERROR if problem.fatal else Severity.WARNING
         finding = Finding.from_message(problem.text, severity, place)
-        yield Finding(severity, place, problem.text, problem.fix) if problem.fix else finding
+        if problem.fix:
+            finding = Finding(severity, place, problem.text, problem.fix)
+        yield finding if finding.fix else replace(finding, fix="check that the files belong together")
     limit, lengths = config.data.max_prompt_length, report.lengths
     long = int((lengths > limit).sum())
     if not long or (config.data.truncation == "error" and not config.data.filter_overlong_prompts):

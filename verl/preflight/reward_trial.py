@@ -47,13 +47,15 @@ class Outcome:
         return next((result for result in self.results if isinstance(result, Failed)), None)
 
 
-async def try_reward(config: Config, calls: Sequence[Call], *, timeout_s: float, repeats: int = 1) -> list[Outcome]:
+async def try_reward(
+    config: Config, calls: Sequence[Call], *, timeout_s: float, repeats: int = 1, workers: int = WORKERS
+) -> list[Outcome]:
     """Make all calls, each `repeats` times; raise a `RewardError` if the function cannot be loaded.
 
     The time of a call does not contain that of waiting for others.
     """
-    settings = replace(reward_function_settings(config), workers=WORKERS, timeout_s=timeout_s)
-    slots = asyncio.Semaphore(WORKERS)
+    settings = replace(reward_function_settings(config), workers=workers, timeout_s=timeout_s)
+    slots = asyncio.Semaphore(workers)
 
     async def score(pool: RewardPool, call: Call) -> tuple[RewardResult, float]:
         async with slots:

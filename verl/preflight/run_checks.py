@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.config.features import data_splits, scores_responses, uses_reward_function
 from verl.config.schema import MISSING, Config
@@ -146,7 +146,8 @@ def _try_reward(config: Config, limits: Limits) -> tuple[list[Finding], str]:
     rows = read_reward_rows(files, config.data.prompt_key, limits.reward_rows)
     calls = [trial.Call(row, trial.REFERENCE, text) for row in rows for text in row.references]
     calls += [trial.Call(row, trial.EMPTY, "") for row in rows]
-    outcomes = asyncio.run(trial.try_reward(config, calls, timeout_s=min(limits.score_s, config.reward.deadline_s)))
+    timeout_s = min(limits.score_s, config.reward.deadline_s)
+    outcomes = asyncio.run(trial.try_reward(config, calls, timeout_s=timeout_s, workers=1))
     findings = [*trial.find_failures(outcomes, timeout_is_fatal=False), *trial.find_no_signal(outcomes)]
     return findings, f"reference solutions and an empty response on {len(rows)} rows"
 
@@ -156,10 +157,10 @@ def _reported(report: Report, topic: str) -> Iterator[None]:
     """Turn what a check raises into findings."""
     try:
         yield
-    except RewardError as error:
-        report.add(topic, [Finding.from_message(str(error), place="" if str(error).startswith("reward.") else REWARD)])
     except VerlError as error:
         messages = getattr(error, "problems", None) or [str(error)]
-        report.add(topic, [Finding.from_message(message) for message in messages])
+        found = [Finding.from_message(message) for message in messages]
+        fix = "fix the function" if isinstance(error, RewardError) else ""
+        report.add(topic, [replace(each, place=each.place or topic, fix=each.fix or fix) for each in found])
     except Exception as error:  # noqa: BLE001 - tokenizers, templates, tools and agents run here
         report.add(topic, [Finding(Severity.ERROR, topic, f"{type(error).__name__}: {error}")])

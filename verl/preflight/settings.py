@@ -39,4 +39,4 @@ def _read_hint(hint: str) -> Finding:
     if not text.startswith("has no effect"):
         return Finding(Severity.NOTE, place, text)
     finding = Finding.from_message(text, Severity.WARNING, place)
-    return finding if finding.fix else replace(finding, fix="remove it")
+    return replace(finding, fix="remove it" + f", or {finding.fix}" * bool(finding.fix))

@@ -247,7 +247,8 @@ def _load_module(path: str) -> ModuleType:
         return custom_functions.load_file(file) if is_file else importlib.import_module(path)
     except ModuleNotFoundError as error:
         if is_file or error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise RewardError(f"{_SETTING}.path={path}: imports {error.name!r}, which is not installed here") from error
+            cause = f"imports {error.name!r}, which is not installed here"
+            raise RewardError(f"{_SETTING}.path={path}: {cause}; install it") from error
         raise RewardError(
             f"{_SETTING}.path={path}: is neither a file nor an importable module. "
             "Set the path of a Python file (my_reward.py) or the name of an installed module"

@@ -130,7 +130,9 @@ def load_functions(path: str) -> list[FunctionTool]:
     try:
         module = load_file(file)
     except Exception as error:  # the user's code
-        raise ConfigError([f"{key}: {path} cannot be imported: {type(error).__name__}: {error}"]) from error
+        raise ConfigError(
+            [f"{key}: {path} cannot be imported: {type(error).__name__}: {error}; fix the file"]
+        ) from error
     found = [value for value in vars(module).values() if isinstance(value, FunctionTool)]
     if not found:
         raise ConfigError([f"{key}: {path} has no tools; put @verl.tool above each function that is a tool"])

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from verl.agents.agent_episode import AgentEpisode
-from verl.agents.rendering import check_template
 from verl.config.batch_sizes import get_max_sequence_tokens
 from verl.config.features import data_splits, may_score_code, uses_reward_function, uses_task_rewards
 from verl.config.schema.actor import ModelConfig
@@ -43,6 +41,8 @@ from verl.rewards.scorers import code
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from verl.agents.agent_episode import AgentEpisode
+
 
 @dataclass(frozen=True, slots=True)
 class RunData:
@@ -58,6 +58,9 @@ class RunData:
 
 def open_agents(config: Config, tokenizer: PreTrainedTokenizerBase) -> AgentEpisode:
     """Return the episode of several turns; check its tools, its agents and the chat template."""
+    from verl.agents.agent_episode import AgentEpisode  # only runs of several turns need them
+    from verl.agents.rendering import check_template
+
     rollout, template_kwargs = config.actor_rollout_ref.rollout, config.data.apply_chat_template_kwargs
     episode = AgentEpisode(config, tokenizer)
     if rollout.multi_turn.tokenization_sanity_check_mode == "strict":

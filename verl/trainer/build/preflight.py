@@ -35,9 +35,7 @@ from verl.models.model_folder import read_config
 from verl.models.model_safety import model_problems
 from verl.models.model_shape import ModelShape
 from verl.models.model_support import expert_problem, family_problems, heads_problem
-from verl.rewards.pool.pool import open_rewards
 from verl.trainer.build.adapter_checks import find_adapter_problems
-from verl.trainer.build.reward_settings import reward_function_settings
 
 _NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
 
@@ -119,6 +117,9 @@ async def check_reward(config: Config, reward: Callable[..., Any] | None = None)
     """Load the reward function once in a process of its own, so that its import cannot affect this one."""
     if not uses_reward_function(config) or not scores_responses(config):
         return
+    from verl.rewards.pool.pool import open_rewards
+    from verl.trainer.build.reward_settings import reward_function_settings
+
     settings = reward_function_settings(config, function=reward)
     with open_rewards(replace(settings, workers=min(1, settings.workers))) as pool:
         await pool.start()
