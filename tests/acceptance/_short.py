@@ -52,7 +52,18 @@ ROTATION = (
         "live",
         "diagnosis",
     ),
-    ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel", "game", "scale", "async_resume"),
+    (
+        "dapo",
+        "start",
+        "dataplane",
+        "hostile_rewards",
+        "prefix",
+        "parallel",
+        "game",
+        "scale",
+        "async_resume",
+        "mistakes",
+    ),
 )
 LONG = ("learning", "parity", "resume")  # run at every commit, and start first, as do those of the rotation
 AT_ONCE = 2  # while one waits for its engines to start, the other works

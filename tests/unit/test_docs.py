@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from verl import cli, errors
-from verl.commands import data, demo, migrate, plan
+from verl.commands import data, demo, doctor, migrate, plan, reward_test
 from verl.commands.models import evaluate, generate
 from verl.config import rollout_engines, train_engines
 from verl.config.load import load, load_sft
@@ -71,7 +71,12 @@ def check_verl(arguments: list[str]) -> None:
     name, *rest = [PLACEHOLDERS.get(argument, argument) for argument in arguments]
     assert name in cli.COMMANDS, f"verl has no command {name!r}"
     if name == "train":
-        load(rest, complete=bool(rest))
+        settings = [argument for argument in rest if argument != "--dry-run"]
+        load(settings, complete=bool(settings))
+    elif name == "doctor" and rest:
+        load(doctor.read_arguments(rest)[1], complete=False)
+    elif name == "reward-test" and rest:
+        reward_test.read_arguments(rest)
     elif name == "sft":
         load_sft(rest, complete=bool(rest))
     elif name == "demo":

@@ -31,7 +31,7 @@ _TIMEOUT_S = 10.0
 def collect_report() -> dict[str, dict[str, str]]:
     """Return title -> rows of a report, without secrets and the path of the home directory."""
     report = {
-        "versions": _list_versions(),
+        "versions": list_versions(),
         "machine": _describe_machine(),
         "accelerators": _list_accelerators(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
@@ -44,7 +44,8 @@ def collect_report() -> dict[str, dict[str, str]]:
     }
 
 
-def _list_versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
+    """Return the versions of verl, Python and the packages that a run uses, as far as they are installed."""
     rows = {"verl": version("verl"), "python": f"{platform.python_version()} ({sys.executable})"}
     if commit := _describe_commit(Path(__file__).parent):
         rows["verl"] += f" ({commit})"

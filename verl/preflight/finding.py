@@ -21,22 +21,8 @@ class Severity(IntEnum):
 _PLACE = re.compile(r"(command line|\S+): ")
 _VERBS = (
     *("add", "check", "choose", "convert", "create", "declare", "describe", "did you mean", "download", "fill", "fix"),
-    *(
-        "free",
-        "give",
-        "increase",
-        "install",
-        "its name must",
-        "lower",
-        "make",
-        "merge",
-        "move",
-        "name",
-        "open",
-        "quote",
-        "read",
-    ),
-    *("remove", "rename", "rerun", "rewrite", "run", "save", "set", "start", "use", "write"),
+    *("free", "give", "increase", "install", "its name must", "lower", "make", "merge", "move", "name", "open", "put"),
+    *("quote", "read", "remove", "rename", "rerun", "rewrite", "run", "save", "see", "set", "start", "use", "write"),
 )
 _OTHERS = r"every message needs|each line must|it must be|supported are|(?!it )(?:[\w.]+ has|available):"
 _FIX = re.compile(rf"(?:[;:.,] |\n *)(?=(?:{'|'.join(_VERBS)})\b|{_OTHERS})", re.IGNORECASE)

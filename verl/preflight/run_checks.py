@@ -16,6 +16,7 @@ from verl.preflight.finding import Finding, Report, Severity
 from verl.preflight.machine import (
     count_gpus,
     describe_machine,
+    find_address,
     find_device_findings,
     find_machine_findings,
     find_port_findings,
@@ -24,7 +25,7 @@ from verl.preflight.settings import TOPIC as SETTINGS
 from verl.preflight.settings import check_settings
 
 MACHINE, MODEL, DATA, FOLDER, DEVICES = "machine", "model", "data", "folder", "devices"
-PROMPTS, REWARD, MEMORY = "prompts", "reward", "memory"
+CLUSTER, PROMPTS, REWARD, MEMORY = "cluster", "prompts", "reward", "memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,13 @@ def check_run(argv: Sequence[str], device: Device | None = None, limits: Limits 
     wrong = {finding.place for finding in report.findings if finding.severity == Severity.ERROR}
     for run in runs:
         _check_files(run.config, report, wrong)
+    for run in runs[:1]:
+        if find_address(run.config) is not None and DEVICES not in report.failed:
+            with _reported(report, CLUSTER):
+                from verl.preflight.cluster import check_cluster  # imports Ray
+
+                found, report.checked[CLUSTER] = check_cluster(run.config)
+                report.add(CLUSTER, found)
     if runs:
         _check_contents(runs[0].config, report, device, limits or Limits())
     return report
@@ -88,7 +96,9 @@ def _check_contents(config: Config, report: Report, device: Device | None, limit
     """Check rows, rewards, and memory, each if what it needs is right."""
     needs = {PROMPTS: (SETTINGS, MODEL, DATA), REWARD: (SETTINGS, DATA), MEMORY: (SETTINGS, MODEL)}
     blocked = {topic: [need for need in needs[topic] if need in report.failed] for topic in needs}
-    report.skipped |= {topic: f"until {' and '.join(need)} are right" for topic, need in blocked.items() if need}
+    report.skipped |= {
+        topic: f"until the {' and the '.join(need)} are right" for topic, need in blocked.items() if need
+    }
     scores = uses_reward_function(config) and scores_responses(config)
     with ThreadPoolExecutor(1) as background:
         trial = None

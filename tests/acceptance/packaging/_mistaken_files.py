@@ -197,6 +197,7 @@ def _write_models(folder: Path) -> None:
     write(models / "no_template", good, None)
     write(models / "bad_template", good, other_template)
     huge = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128}
+    huge |= {"layer_types": ["full_attention"] * 126}
     huge |= {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
     write(models / "huge", good | huge)
     actor = folder / "checkpoint" / "global_step_3" / "actor"

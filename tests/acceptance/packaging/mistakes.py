@@ -36,7 +36,7 @@ from rotation import count_commits
 
 ALLOWED_S, ALLOWED_SETTINGS_S = 5.0, 1.5
 HEAVY = ("torch", "ray", "vllm")
-SAMPLE, PARTS = 40, 4
+SAMPLE, PARTS = 40, 5
 """Short form: every how many rows one is a process, and every how many files one is tried, by the number of commits."""
 HERE = Path(__file__).parent
 SPY = (

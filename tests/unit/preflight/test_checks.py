@@ -92,7 +92,7 @@ def test_all_that_is_wrong_with_settings_and_files_is_printed_at_once(
         "data.train_files",
     )
     assert sorted(errors) == sorted(places)
-    assert report["skipped"]["prompts"] == "until settings and model and data are right"
+    assert report["skipped"]["prompts"] == "until the settings and the model and the data are right"
 
 
 def test_the_default_of_a_wrong_setting_is_not_reported(folder: Path) -> None:

@@ -39,6 +39,7 @@ def test_a_reward_that_tells_the_reference_from_all_others_has_no_findings() -> 
     ("outcomes", "severity", "text"),
     [
         ([make(REFERENCE, 0.0), make(EMPTY, 0.5)], Severity.WARNING, "no higher than an empty response on 1 of 1 rows"),
+        ([make(REFERENCE, 0.0), make(EMPTY, 0.0), make(HOSTILE, 1.0)], Severity.WARNING, "on 1 of 1 rows"),
         ([make(REFERENCE, 1.0, 0.5), make(EMPTY, 0.0)], Severity.WARNING, "different scores for 1 of 2 responses"),
         (
             [make(REFERENCE, 1.0), make(EMPTY, 0.0), make(HOSTILE, 1.0)],
