@@ -22,8 +22,13 @@ Every setting of `verl {command}`, in the order of `verl config{flag}`. The sett
 Give settings on the command line in [Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/)
 (`key=value`, `+key=value`, `~key`, `--config-path`, `--config-name`, `-m` for sweeps), or in YAML files. Unknown
 keys, wrong types and conflicting settings are reported together, before a run starts; a setting that is given but has
-no effect is reported with the reason. `verl config{flag}` prints the resolved settings, and `verl config{flag} KEY`
-explains one.
+no effect is reported with the reason. `verl config{flag}` prints the resolved settings, `verl config{flag} KEY`
+explains one, and `verl config{flag} WORD` searches names and descriptions.
+
+Editors complete YAML files, explain settings and mark mistakes with a JSON schema: write it with
+`verl config{flag} --schema > {schema}`, and put `# yaml-language-server: $schema={schema}` into the first line
+of a YAML file next to it (VS Code with the YAML extension of Red Hat, Neovim, Emacs, Helix; in PyCharm: JSON Schema
+Mappings).
 
 **·** after a key: not supported yet, only the default is accepted. **\\*** after a value: not supported yet.
 """
@@ -32,9 +37,9 @@ explains one.
 def render_reference(run_type: AnyRunType = TRAIN) -> str:
     """Return the page of `verl train`, or of `verl sft`, as Markdown."""
     if run_type is SFT:
-        head = _HEAD.format(command="sft", flag=" --sft", other="train", page="settings.md")
+        head = _HEAD.format(command="sft", flag=" --sft", other="train", page="settings.md", schema="sft.schema.json")
     else:
-        head = _HEAD.format(command="train", flag="", other="sft", page="settings_sft.md")
+        head = _HEAD.format(command="train", flag="", other="sft", page="settings_sft.md", schema="verl.schema.json")
     resumed = "| `global_steps_<N>` in `trainer.resume_from_path` | `global_step_<N>` |"
     return "\n".join([head, *_settings(run_type), resumed]) + "\n"
 

@@ -172,6 +172,20 @@ def test_config_with_a_bare_key_explains_it(capsys: pytest.CaptureFixture[str]) 
     assert "Not supported yet" in text
 
 
+def test_config_with_a_word_searches_names_and_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "kl loss", "nnode", "bonus"]) == 0
+    by_both, by_alias, by_description = capsys.readouterr().out.split("\n\n")
+    keys = [line.split()[0] for line in by_both.splitlines()[1:]]
+    assert keys[:3] == [f"actor_rollout_ref.actor.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type")]
+    assert "distillation.coef" in keys, "its name has neither word"
+    assert "trainer.nnodes " in by_alias
+    assert by_description.splitlines()[1].split()[0] == "actor_rollout_ref.actor.entropy_coeff"
+    assert main(["config", "xqzw"]) == 2
+    assert "no name or description has it" in capsys.readouterr().err
+    assert main(["config", "entrpy"]) == 2
+    assert "did you mean entropy?" in capsys.readouterr().err
+
+
 def test_config_with_the_key_of_a_section_lists_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "algorithm"]) == 0
     assert "algorithm.kl_ctrl.kl_coef" in capsys.readouterr().out
@@ -209,7 +223,14 @@ def test_train_and_demo_pass_their_arguments_on(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["config", "data.train_batch_size=8"], ["train", "--help"], ["env"], ["completion", "--line", "verl train d"]],
+    [
+        ["config", "data.train_batch_size=8"],
+        ["config", "--schema"],
+        ["config", "entropy"],
+        ["train", "--help"],
+        ["env"],
+        ["completion", "--line", "verl train d"],
+    ],
 )
 def test_settings_and_help_import_nothing_heavy(arguments: list[str]) -> None:
     script = (

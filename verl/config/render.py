@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -19,6 +19,7 @@ from verl.config.paths import (
     suggest_key,
 )
 from verl.config.schema import MISSING, Section, Setting, collect_settings
+from verl.config.search import search_settings, suggest_word
 from verl.errors import ConfigError
 from verl.redaction import redact_settings
 
@@ -105,27 +106,32 @@ def _explain(setting: Setting, value: Any) -> str:
 
 
 def describe(key: str, run_type: AnyRunType = TRAIN) -> str:
-    """Return the full description of a setting, or of the settings of a section; `key` may be an alias."""
+    """Return the full description of a setting, or a list of the settings of a section.
+
+    `key` may be an alias. Anything else is searched in names and descriptions.
+    """
     path = run_type.legacy.resolve_alias(tuple(key.split(".")))
     setting = find_setting(path, run_type.root)
     if setting is None and (rule := run_type.legacy.find_rule(path)) is not None:
         what = {"always on": "always on: ", "ignored": "ignored: ", "needs": "not supported yet: "}[rule.kind]
         return f"{key}\n  A key of other launch scripts, {what}{rule.text}\n"
+    if setting is None and (found := search_settings(key, run_type)):
+        return _describe_list(f"{key}: in the name or description of {len(found)} settings", found)
     if setting is None:
-        near = suggest_key(join_path(path), run_type.root)
-        raise ConfigError(
-            [f"{key}: is not a setting; " + (f"did you mean {near}?" if near else "run `verl config` to list them")]
-        )
+        near = suggest_key(join_path(path), run_type.root) or suggest_word(key, run_type)
+        fix = f"did you mean {near}?" if near else "run `verl config` to list them"
+        raise ConfigError([f"{key}: is not a setting, and no name or description has it; {fix}"])
     if setting.section is None:
         return _describe_setting(setting, run_type)
-    children = [
-        child
-        for child in collect_settings(run_type.root).values()
-        if child.section is None and child.key.startswith(f"{setting.key}.")
-    ]
-    width = max(len(child.key) for child in children)
-    rows = [f"  {child.key:<{width}}  {_marks(child)}{document(child)}" for child in children]
-    return "\n".join([f"{setting.key}: {setting.doc}", *rows]) + "\n"
+    settings = collect_settings(run_type.root).values()
+    below = [child for child in settings if child.section is None and child.key.startswith(f"{setting.key}.")]
+    return _describe_list(f"{setting.key}: {setting.doc}", below)
+
+
+def _describe_list(title: str, settings: Sequence[Setting]) -> str:
+    width = max(len(setting.key) for setting in settings)
+    rows = [f"  {setting.key:<{width}}  {_marks(setting)}{document(setting)}" for setting in settings]
+    return "\n".join([title, *rows]) + "\n"
 
 
 def describe_type(setting: Setting) -> str:

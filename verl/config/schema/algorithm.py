@@ -61,9 +61,8 @@ def _check_ranges(value: str) -> str:
     return value
 
 
-Rejections = Annotated[
-    list[RejectionKind | Literal["token_k1", "seq_sum_k1", "seq_mean_k1"]], BeforeValidator(_split_kinds)
-]
+_Kinds = list[RejectionKind | Literal["token_k1", "seq_sum_k1", "seq_mean_k1"]]
+Rejections = Annotated[_Kinds, BeforeValidator(_split_kinds, json_schema_input_type=str | _Kinds)]
 """Kinds of rejection; also as text, separated by commas."""
 
 Ranges = Annotated[str, AfterValidator(_check_ranges)]

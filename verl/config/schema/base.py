@@ -13,7 +13,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -37,6 +37,10 @@ class RegisteredName(str):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_after_validator_function(cls._check, core_schema.str_schema())
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        return {"enum": list(cls.list_names())}
 
     @classmethod
     def _check(cls, value: str) -> str:
@@ -240,27 +244,49 @@ def _never_or_positive(value: int) -> int:
     return value
 
 
+_MODULE_AND_FUNCTION = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
+
+
 def _module_and_function(value: str) -> str:
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+    if not re.fullmatch(_MODULE_AND_FUNCTION, value):
         raise ValueError(f"must be written as {CUSTOM_FUNCTION}")
     return value
 
 
-def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str | int) else value
+class _OneOrMany:
+    """Annotation of a list: a text or a number in place of the list is its only item."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._wrap, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        many = handler(schema)
+        return {"anyOf": [many, many["items"]]}
+
+    @staticmethod
+    def _wrap(value: Any) -> Any:
+        return [value] if isinstance(value, str | int) else value
 
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
-Interval = Annotated[int, AfterValidator(_never_or_positive)]
+Interval = Annotated[
+    int,
+    AfterValidator(_never_or_positive),
+    WithJsonSchema({"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}),
+]
 """An interval in steps; -1: never."""
 
-CustomFunction = Annotated[str, AfterValidator(_module_and_function)]
+CustomFunction = Annotated[
+    str,
+    AfterValidator(_module_and_function),
+    WithJsonSchema({"type": "string", "pattern": f"^{_MODULE_AND_FUNCTION}$"}),
+]
 """A function of the user. Only the form is checked here; the run imports it."""
 
-OneOrMany = BeforeValidator(_one_or_many)
+OneOrMany = _OneOrMany()
 """Accepts a single item in place of a list."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
