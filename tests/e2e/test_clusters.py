@@ -84,3 +84,4 @@ def test_a_run_joins_the_cluster_that_ray_start_made_and_spreads_over_its_machin
     assert "step 1/1" in done.stdout
     events = json.loads((tmp_path / "timeline.json").read_text())
     assert any(event["cat"].startswith("task::TrainWorker.") for event in events)
+    assert {"gen", "update"} <= {event["name"] for event in events if event.get("cat") == "verl"}

@@ -11,6 +11,8 @@ from verl.rollout.settings import RolloutEngineSettings
 from verl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:  # buckets import torch, which many users of this interface do not need
+    from prometheus_client import Metric
+
     from verl.weights.bucket import SharedBucket, WeightBucket
 
 
@@ -96,6 +98,10 @@ class ManagedEngine(RolloutEngine, Protocol):
 
     async def disable(self, reason: str) -> None:
         """Reject requests until the engine has been restarted: one of them has timed out."""
+        ...
+
+    async def read_metrics(self) -> list[Metric]:
+        """Return what the engine counts for Prometheus; nothing unless it was started with statistics."""
         ...
 
     async def end(self) -> None:

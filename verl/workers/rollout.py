@@ -13,10 +13,13 @@ from verl.config.rollout_engines import RolloutEngineSpec
 from verl.custom_functions import import_external
 from verl.errors import ProcessLostError
 from verl.rollout.engine import RolloutEngine, make_engine
+from verl.rollout.engine_metrics import collect_engine_metrics
 from verl.rollout.settings import RolloutEngineSettings
 from verl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
+    from prometheus_client import Metric
+
     from verl.weights.bucket import SharedBucket, WeightBucket
 
 
@@ -136,6 +139,10 @@ class RolloutActor:
     async def version(self) -> int:
         return await self._engine.version()
 
+    async def read_metrics(self) -> list[Metric]:
+        """Return what the engine counts in this process for Prometheus."""
+        return collect_engine_metrics()
+
     async def weight_transfer(self, method: str, *args: Any) -> None:
         """Run a step of the engine's own weight transfer, which its weight sender on the train workers drives."""
         if method in ("start_weight_update", "finish_weight_update"):
@@ -168,3 +175,7 @@ class RemoteEngine(RemoteActor):
         return await self._call(
             "generate", token_ids, sampling, timeout=self.timeouts.generation, progress=self._progress
         )
+
+    async def read_metrics(self) -> list[Metric]:
+        """Return what the engine counts for Prometheus. The caller has to limit the time: a hang is not reported."""
+        return await self._call("read_metrics", timeout=None)

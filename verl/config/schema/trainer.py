@@ -21,9 +21,11 @@ _SAVES = unless(".save_freq", -1, reason="{section}.save_freq=-1 saves no checkp
 
 class PrometheusConfig(Section):
     enable: bool = setting(False)
-    """Serve metrics to Prometheus."""
-    port: int = setting(9090, ge=1, le=65535)
-    """Port of the metrics server."""
+    """Serve the metrics of the run and of its vLLM engines at http://HOST:PORT/metrics, for Prometheus."""
+    port: int = setting(9090, ge=1, le=65535, only_if=needs(".enable"))
+    """Port of the metrics; a Prometheus server on the same machine has this one too, unless it is told otherwise."""
+    host: str = setting("127.0.0.1", only_if=needs(".enable"))
+    """Address to listen on; 0.0.0.0: all of the machine. Anyone who reaches it reads the metrics."""
 
 
 class DeadlinesConfig(Section):
@@ -132,7 +134,7 @@ class RunConfig(Section):
         DeadlinesConfig, "Time limits for calls between processes; a call that exceeds its limit is reported and fails."
     )
     profile: ProfileConfig = section(ProfileConfig, "Profiles of single steps.", only_if=needs_given(".profile.steps"))
-    prometheus: PrometheusConfig = section(PrometheusConfig, "Metrics for Prometheus and Grafana.", planned=True)
+    prometheus: PrometheusConfig = section(PrometheusConfig, "Metrics for Prometheus and Grafana.")
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -233,4 +235,4 @@ class RayInit(Section):
 class RayConfig(Section):
     ray_init: RayInit = section(RayInit, "Arguments of ray.init.")
     timeline_json_file: str | None = setting(None)
-    """File for Ray's timeline, written at the end, for Perfetto."""
+    """File for Ray's timeline with the phases of the steps, written at the end, for Perfetto."""

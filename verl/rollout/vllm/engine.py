@@ -357,7 +357,7 @@ async def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> Async
         "max_num_seqs": settings.max_sequences,
         "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": True,
-        "disable_log_stats": True,
+        "disable_log_stats": not settings.counts_statistics,
         **{name: getattr(settings, name) for name in ENGINE_ARGUMENTS},
     }
     if settings.device != "cpu":

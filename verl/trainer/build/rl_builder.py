@@ -29,6 +29,7 @@ from verl.memory_plan.accelerators import find_device
 from verl.models.model_folder import require_config
 from verl.models.model_shape import ModelShape
 from verl.rewards.result import FailureTracker
+from verl.rollout.engine_metrics import read_engine_metrics
 from verl.rollout.scaling import EngineScaler, read_status
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
@@ -147,7 +148,7 @@ class RLBuilder(RunBuilder[Config]):
         start_episode_workers = self._timed("episode_workers", episode_pool.start)
         await asyncio.gather(*starting, start_train_workers(), start_episode_workers)
         stream = PromptStream(data.order)
-        version = await self.resume(policy, stream, schedule)
+        version = await self.resume(policy, stream, schedule, lambda: read_engine_metrics(supervisor.view.engines))
         episodes = self.build_episode_client(data, episode_pool, supervisor)
         trainer = RLTrainer(
             self.build_buffer(episodes, stream, schedule.total_steps - version),

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -25,6 +26,8 @@ from verl.errors import CheckpointError, ConfigError
 from verl.tracking.buffered_sink import BufferedSink
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
+from verl.tracking.prometheus.exporter import ReadEngines, open_exporter
+from verl.tracking.run_folder import RunFolder
 from verl.tracking.sink import RunInfo
 from verl.tracking.sinks import KEEP_ALL, Sinks, open_record, open_sinks
 from verl.trainer.build.preflight import advise_on_cores
@@ -33,6 +36,7 @@ from verl.trainer.build.worker_settings import timeouts
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 from verl.trainer.profiling import build_profiler, nsys_options
 from verl.trainer.records.start import record_start
+from verl.trainer.records.timeline import add_phases
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import KeepWeights, LoopSchedule, TrainLoop, TrainTask
 from verl.workers.train_base import RankGroup
@@ -43,9 +47,10 @@ T = TypeVar("T", bound=TrainTask)
 G = TypeVar("G", bound=RankGroup)
 
 
-def _write_timeline(path: Path, console: Console) -> None:
+def _write_timeline(path: Path, folder: Path, console: Console) -> None:
     try:
         write_timeline(path)
+        add_phases(path, chain.from_iterable(RunFolder(folder).read_phases().values()))
         console.note(f"Ray's timeline is in {path}: open it in https://ui.perfetto.dev or chrome://tracing")
     except Exception as error:  # noqa: BLE001 - must not hide how the run has ended
         console.note(f"Ray's timeline was not written to {path} (ray_kwargs.timeline_json_file): {error}")
@@ -94,7 +99,14 @@ def device_hints(config: C, device: str, checks: Sequence[Check]) -> list[str]:
     return [hint for hint in hints if hint not in known]
 
 
-def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSchedule, version: int) -> Sinks:
+def open_tracker(
+    config: Config | SftConfig,
+    console: Console,
+    schedule: LoopSchedule,
+    version: int,
+    read_engines: ReadEngines | None = None,
+) -> Sinks:
+    """Open the metric loggers of a run. `read_engines` asks its rollout engines for what they count."""
     console.history.total_steps = schedule.total_steps
     run = RunInfo(
         folder=config.trainer.checkpoint_dir,
@@ -105,7 +117,11 @@ def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSch
         resumed_step=version or None,
         wandb_proxy=config.trainer.wandb_proxy,
     )
-    return open_sinks([*config.trainer.logger, "jsonl"], run, console)
+    sinks = open_sinks([*config.trainer.logger, "jsonl"], run, console)
+    prometheus = config.trainer.prometheus
+    if not prometheus.enable:
+        return sinks
+    return Sinks([sinks, open_exporter(prometheus.host, prometheus.port, run, console, read_engines)])
 
 
 class RunBuilder(Generic[C]):
@@ -145,7 +161,7 @@ class RunBuilder(Generic[C]):
             if note := await reconnect(options, wait_s if self.restarts.has_restarted else 0.0):
                 self.console.note(note)
         if timeline := self.config.ray_kwargs.timeline_json_file:
-            self._closing.callback(_write_timeline, Path(timeline), self.console)
+            self._closing.callback(_write_timeline, Path(timeline), self.config.trainer.checkpoint_dir, self.console)
         hangs = self.config.trainer.checkpoint_dir / "hangs"
         self._closing.enter_context(watch_for_hangs(hangs, self.console.note, self.console.advice, limits.reply))
         self.device = detect_device() if device == "auto" else device
@@ -180,12 +196,18 @@ class RunBuilder(Generic[C]):
         self._closing.callback(workers.close)
         return workers
 
-    async def resume(self, workers: RankGroup, stream: PromptStream, schedule: LoopSchedule) -> int:
+    async def resume(
+        self,
+        workers: RankGroup,
+        stream: PromptStream,
+        schedule: LoopSchedule,
+        read_engines: ReadEngines | None = None,
+    ) -> int:
         """Load the checkpoint to resume from, if there is one, and open the files of the run; return its version."""
         self._sources = await asyncio.to_thread(digest_sources, self.config)
         version = await resume(self.config, workers, stream, self.console, self._sources)
         self.restarts.resumed(version)
-        self.tracker = open_tracker(self.config, self.console, schedule, version)
+        self.tracker = open_tracker(self.config, self.console, schedule, version, read_engines)
         self._closing.callback(self.tracker.close)
         self.tracker.log(self.times, version)
         await record_start(self.config, self._origins, version, schedule.total_steps, self.console)

@@ -1,0 +1,28 @@
+"""What engines count for Prometheus: vLLM and SGLang register their metrics with prometheus_client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import REGISTRY, Metric
+
+REPLY_S = 1.0
+_PREFIXES = ("vllm:", "sglang:")
+
+
+def collect_engine_metrics() -> list[Metric]:
+    """Return the metrics of the engine that runs in this process; none unless it was started with its statistics."""
+    return [metric for metric in REGISTRY.collect() if metric.name.startswith(_PREFIXES)]
+
+
+async def read_engine_metrics(engines: Mapping[int, Any]) -> dict[int, list[Metric]]:
+    """Return the metrics of the engines that reply within `REPLY_S`, by the id of the engine.
+
+    Engines that do not reply are left to their supervisor.
+    """
+    calls = (asyncio.wait_for(engine.read_metrics(), REPLY_S) for engine in engines.values())
+    replies = await asyncio.gather(*calls, return_exceptions=True)
+    pairs = zip(engines, replies, strict=True)
+    return {engine: reply for engine, reply in pairs if not isinstance(reply, BaseException)}
