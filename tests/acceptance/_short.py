@@ -27,7 +27,7 @@ from rotation import current_group, record_left  # noqa: E402
 ROTATION = (
     ("kills", "families", "sleep", "step", "trl", "vocabulary", "unearned", "first_contact", "async_simulation"),
     ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading", "slurm", "inflight", "report"),
-    ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge", "async_throughput", "elastic"),
+    ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge", "async_throughput", "elastic", "audit"),
     (
         "distillation",
         "reward_overlap",

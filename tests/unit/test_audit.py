@@ -11,6 +11,7 @@ from verl.checkpoint.files import make_directory, write
 from verl.checkpoint.manifest import CheckpointDir
 from verl.commands.runs.audit import Audit, audit_run, main
 from verl.errors import VerlError
+from verl.tracking.sample_files import get_sample_file, write_samples
 
 pytestmark = pytest.mark.unit
 
@@ -87,6 +88,51 @@ def test_checkpoints_of_steps_that_a_run_went_back_behind_are_not_compared(tmp_p
     assert len(audit_run(make_run(tmp_path, records, {2: {"position": 5}})).problems) == 1
 
 
+def write_metrics(folder: Path, **others: float) -> None:
+    """Write what `GOOD` has as metrics, but for some of the last step."""
+    lines = [
+        {"step": 1, "data/position": 0, "weights/version": 1, "training/staleness": 0},
+        {"step": 2, "data/position": 0, "weights/version": 2, "training/staleness": 1},
+        {"step": 3, "data/position": 8, "weights/version": 3, "training/staleness": 2, **others},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def test_records_are_compared_with_the_metrics(tmp_path: Path) -> None:
+    write_metrics(make_run(tmp_path, GOOD))
+    assert (audit_run(tmp_path).problems, audit_run(tmp_path).metrics) == ([], 3)
+    write_metrics(tmp_path, **{"training/staleness": 1.0})
+    [problem] = audit_run(tmp_path).problems
+    assert problem == "step 3: metrics.jsonl has training/staleness=1, but trained.jsonl means 2"
+    write_metrics(tmp_path, **{"data/position": 7.0, "weights/version": 2.0})
+    assert len(audit_run(tmp_path).problems) == 2
+
+
+def record_samples(folder: Path, step: int, versions: dict[int, list[int]], scored: float = 1.0) -> None:
+    rows = [{"group": group, "versions": [-1, *each], "scored": scored} for group, each in versions.items()]
+    (folder / "samples").mkdir(exist_ok=True)
+    write_samples(get_sample_file(folder, "train", step), rows)
+
+
+def test_records_are_compared_with_the_versions_of_tokens(tmp_path: Path) -> None:
+    write_metrics(make_run(tmp_path, GOOD))
+    record_samples(tmp_path, 2, {3: [0, 0, 1], 4: [1]})
+    assert (audit_run(tmp_path).problems, audit_run(tmp_path).samples) == ([], 2)
+    record_samples(tmp_path, 2, {3: [1, 1], 9: [1]})
+    assert audit_run(tmp_path).problems == [
+        "step 2: the tokens of position 3 in samples/ are of versions 1 to 1, but trained.jsonl says 0 to 1",
+        "step 2: samples/ has position 9, but trained.jsonl does not",
+    ]
+
+
+def test_samples_of_a_step_that_a_run_went_back_behind_are_not_compared(tmp_path: Path) -> None:
+    write_metrics(make_run(tmp_path, [GOOD[0], resume(1, 0, [1, 2], time=5.0), *GOOD[1:]]))
+    record_samples(tmp_path, 2, {9: [0]}, scored=4.0)
+    assert (audit_run(tmp_path).problems, audit_run(tmp_path).resumes) == ([], 1)
+    record_samples(tmp_path, 2, {9: [0]}, scored=6.0)
+    assert len(audit_run(tmp_path).problems) == 1
+
+
 def test_prompts_without_a_response_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = record(1, [[0, 0, 0]], 1) | {"trained": [[0, 0, 0, 0]]}
     assert main([str(make_run(tmp_path, [empty]))]) == 0
@@ -114,6 +160,12 @@ def test_the_last_line_may_be_incomplete_while_the_run_goes_on(tmp_path: Path) -
         pytest.param([GOOD[0], record(2, [[3, 1, 1]], 4)], {}, "step 2 skipped position 0", id="skipped"),
         pytest.param([*GOOD[:2], record(3, [[0, -1, 2]], 6)], {}, "tokens of versions -1 to 2", id="too old"),
         pytest.param([record(1, [[0, 0, 1]], 1)], {}, "tokens of versions 0 to 1", id="from the future"),
+        pytest.param(
+            [GOOD[0], record(2, [[0, 2, 2], [3, 2, 2]], 4, version=2)],
+            {},
+            "version 2 of the weights, not 1",
+            id="shifted",
+        ),
         pytest.param(
             GOOD, {2: {"position": 0, "consumed": [1, 2, 3]}}, "wrong about position 4; position 5", id="lost"
         ),
