@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from verl.checkpoint.adapter import check_base
 from verl.checkpoint.files import FileChecksum, make_directory, suggest_disk_fix
 from verl.checkpoint.shards import (
     METADATA,
@@ -87,6 +88,18 @@ def load(state: dict[str, Any], directory: str | Path, index: ShardIndex | None 
     contents = index or read_index_once(directory)
     _run_on_all_ranks(lambda: loaded.update(_load(state, Path(directory), contents)), directory, "read")
     return loaded
+
+
+def load_folders(states: Mapping[str, dict[str, Any]], directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the states of several models from the folders of a checkpoint; all ranks call it together.
+
+    An adapter is refused if the weights below it are not those that it was trained with.
+    """
+    indices = {folder: read_index_once(directory / folder) for folder in states}
+    for folder, state in states.items():
+        if BASE in state and (saved := indices[folder].values_below(f"{BASE}.")):
+            check_base(state[BASE], saved)
+    return {folder: load(state, directory / folder, indices[folder]) for folder, state in states.items()}
 
 
 def read_index_once(directory: str | Path) -> ShardIndex:

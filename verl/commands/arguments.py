@@ -23,6 +23,7 @@ COMMANDS = {
     "compare": "print the settings and metrics of two runs side by side",
     "explain": "say what a number on the terminal or a metric means",
     "audit": "prove from a run's folder that every prompt was trained once, in time",
+    "replay": "run a recorded step again in one process: same loss, same gradient norm",
     "scale": "change the number of rollout engines of a run while it goes on",
     "doctor": "check this machine or, with settings, a run before it starts",
     "reward-test": "try the reward on rows of the data and on hostile responses",
@@ -33,7 +34,7 @@ COMMANDS = {
 }
 """Name -> summary of every subcommand, in the order of `verl --help`."""
 
-_RUNS = ("watch", "show", "report", "runs", "compare", "audit", "scale")
+_RUNS = ("watch", "show", "report", "runs", "compare", "audit", "replay", "scale")
 MODULES = {
     "generate": "models.generate",
     "eval": "models.evaluate",

@@ -29,7 +29,7 @@ from verl.training.fsdp.settings import FsdpSettings
 from verl.training.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from verl.workers.train import TrainSettings
+    from verl.workers.train_settings import TrainSettings
 
 BuildSettings = Callable[[Config, int, str], "TrainSettings"]
 """Returns the models of a train worker from settings, number of steps and device: the trainer's `train_settings`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from verl.config.rollout_engines import RolloutEngineSpec
 from verl.rollout.settings import RolloutEngineSettings
@@ -12,6 +12,7 @@ from verl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:  # buckets import torch, which many users of this interface do not need
     from prometheus_client import Metric
+    from torch import Tensor
 
     from verl.weights.bucket import SharedBucket, WeightBucket
 
@@ -78,6 +79,15 @@ class RolloutEngine(Protocol):
 
     async def close(self) -> None:
         """End the engine and every process that it started."""
+        ...
+
+
+@runtime_checkable
+class InspectableEngine(RolloutEngine, Protocol):
+    """A rollout engine that can be compared with the trainer layer by layer, while it does nothing else."""
+
+    async def compute_hidden_states(self, token_ids: Sequence[int]) -> list[Tensor]:
+        """Return the hidden states of a sequence after each decoder layer; see `LayerOutputs.take`."""
         ...
 
 

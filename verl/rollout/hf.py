@@ -16,6 +16,7 @@ from verl.models.model_support import attention_for, making_model
 from verl.rollout.settings import RolloutEngineSettings
 from verl.types import Completion, SamplingParams
 from verl.weights.bucket import SharedBucket, WeightBucket, load_hf, to_hf, unpack
+from verl.weights.layer_outputs import LayerOutputs, find_layers
 
 
 class HfEngine:
@@ -65,6 +66,11 @@ class HfEngine:
         finally:
             if not self._is_updating:
                 self._may_generate.set()
+
+    async def compute_hidden_states(self, token_ids: Sequence[int]) -> list[Tensor]:
+        outputs = LayerOutputs(find_layers(self._model, self._model.config.get_text_config().num_hidden_layers))
+        await self.compute_logprobs([token_ids])
+        return outputs.take(len(token_ids))
 
     async def start_weight_update(self) -> None:
         self._is_updating = True

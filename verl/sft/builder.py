@@ -24,7 +24,7 @@ from verl.trainer.build.runtime import RunBuilder, device_hints
 from verl.trainer.build.worker_settings import lora_settings, model_settings, timeouts, with_optimizer
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
-from verl.workers.train_base import RankSettings
+from verl.workers.train_settings import RankSettings
 
 
 @asynccontextmanager

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from verl.sft.examples import RankBatch
 from verl.tracking.metrics import resident_gib
-from verl.workers.train_base import BaseTrainWorker, RankGroup, RankSettings, explain_out_of_memory
+from verl.workers.train_base import BaseTrainWorker, RankGroup, explain_out_of_memory
+from verl.workers.train_settings import RankSettings
 
 
 class SFTWorker(BaseTrainWorker):

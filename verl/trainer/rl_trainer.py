@@ -71,6 +71,8 @@ class RLTrainer:
             with self._phase(times, "sleep"):
                 await self.weights.free_devices()  # engines sleep, where they share devices with the trainer
             with self._phase(times, "prepare"):
+                if self._records.replay is not None:
+                    await self._records.replay.begin(version + 1, plan)
                 stats = await self.policy.prepare(plan)  # old/ref log-probs, advantages: they stay on the workers
                 self._records.samples.record_trained(version + 1, samples, plan, self.policy.read_tokens)
             with self._phase(times, "update"):
@@ -78,6 +80,8 @@ class RLTrainer:
                     self._weights_version = None
                     update = await self.policy.update()
                     self._weights_version = version + 1
+            if self._records.replay is not None:
+                self._records.replay.finish(version + 1, {**stats, **update})
             with self._times.measure("sync"), self.console.stage(_SENDING, is_logged=False):
                 sync = await self.weights.sync(version + 1)  # every engine moves to the new version, and proves it
             self.buffer.discard_from(self.weights.outliers)

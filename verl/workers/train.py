@@ -5,46 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from verl.algorithms.settings import AlgorithmSettings
 from verl.cluster.actors import free_port, get_node_address, get_objects
 from verl.cluster.hangs.pending_calls import CallTarget
 from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
-from verl.training.registry import build_engine
-from verl.training.settings import EngineSettings
+from verl.types import Sample
 from verl.workers.rank_speed import PROBE_S, compare_ranks, time_matrix_product
 from verl.workers.sample_rows import TokenValues
-from verl.workers.train_base import BaseTrainWorker, RankGroup, RankSettings, explain_out_of_memory
+from verl.workers.train_base import BaseTrainWorker, RankGroup, explain_out_of_memory
+from verl.workers.train_settings import TrainSettings, build_policy
 
 if TYPE_CHECKING:
-    from verl.training.engine import TrainEngine
     from verl.weights.sender import WeightSender
     from verl.workers.weight_packer import WeightPacker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSettings(RankSettings):
-    """The settings of a train worker: its models and the algorithm."""
-
-    algorithm: AlgorithmSettings
-    reference: EngineSettings | None = None
-    reference_is_actor: bool = False  # with its adapter disabled
-    critic: EngineSettings | None = None
-    prime: EngineSettings | None = None  # PRIME's reward model
-    prime_reference: EngineSettings | None = None  # None: `reference`
-    teacher: EngineSettings | None = None
-    sync_dtype: str = "bfloat16"
-    sync_adapter_only: bool = False  # the engines load the base model themselves
-    sync_bucket_bytes: int = 512 * 2**20
-    is_one_machine: bool = True  # where all engines are, too
-    shares_devices: bool = False  # with engines, which use the memory that is freed here
-    engine_width: int = 1  # devices of an engine
-    weight_sender: str | None = None  # a `WeightSender` of the rollout engine, package.module:name
 
 
 class TrainWorker(BaseTrainWorker):
@@ -62,48 +40,38 @@ class TrainWorker(BaseTrainWorker):
         """
         import torch
 
-        from verl.training.policy.prime import PrimeRewardModel
-        from verl.training.policy.trainer import PolicyTrainer, load_functions
-
-        def build(model: EngineSettings | None) -> TrainEngine[Any] | None:
-            return None if model is None else build_engine(model)
+        from verl.training.policy.trainer import load_functions
 
         load_functions(settings.algorithm)
         self.join(address, settings)
         torch.manual_seed(settings.seed)
-        algorithm, actor = settings.algorithm, build_engine(settings.actor)
-        reference = actor.without_adapter() if settings.reference_is_actor else build(settings.reference)
-        prime = None
-        if settings.prime is not None:
-            prime_reference = build(settings.prime_reference) or reference
-            assert prime_reference is not None
-            prime = PrimeRewardModel(build_engine(settings.prime), prime_reference, beta=algorithm.prime_beta)
-        self._policy = self._trained = PolicyTrainer(
-            actor,
-            algorithm,
-            reference=reference,
-            critic=build(settings.critic),
-            prime=prime,
-            teacher=build(settings.teacher),
-        )
+        self._policy = self._trained = build_policy(settings)
         torch.manual_seed(settings.seed + 1 + self._rank)
         self._sync_dtype, self._timeouts = getattr(torch, settings.sync_dtype), settings.timeouts
-        return list(actor.notes)
+        return list(self._policy.actor.notes)
 
     @explain_out_of_memory
     def prepare(self, plan: RankPlan) -> dict[str, float]:
         """Get this rank's samples from the object store and compute what the update needs."""
-        samples = get_objects(
-            plan.refs,
-            action="get the samples",
-            target=CallTarget("object store"),
-            timeout=self._timeouts.train,
-        )
+        samples = self._get_samples(plan)
         self._plan = plan.without_refs()
         metrics = {"perf/train_worker_rss_gib": resident_gib()}
         if self._world_size > 1:
             metrics[PROBE_S] = time_matrix_product(self._settings.actor.device)
         return self._policy.prepare(samples, plan) | metrics
+
+    @explain_out_of_memory
+    def record_step(self, plan: RankPlan, folder: str) -> None:
+        """Write the models and this rank's samples before `prepare`, so that the step can be replayed."""
+        from verl.training.policy.recorded_step import write_step
+
+        with self._freeing_memory():
+            write_step(Path(folder), self._policy, self._get_samples(plan), plan, self._settings.actor.device)
+
+    def _get_samples(self, plan: RankPlan) -> list[Sample]:
+        return get_objects(
+            plan.refs, action="get the samples", target=CallTarget("object store"), timeout=self._timeouts.train
+        )
 
     @explain_out_of_memory
     def update(self) -> dict[str, float]:
@@ -194,6 +162,10 @@ class PolicyGroup(RankGroup):
     async def prepare(self, plan: Plan) -> dict[str, float]:
         replies = await self.call("prepare", per_rank=self.layout.spread(plan.ranks), timeout=self._timeouts.train)
         return replies[0] | compare_ranks([reply[PROBE_S] for reply in replies if PROBE_S in reply])
+
+    async def record_step(self, plan: Plan, folder: str) -> None:
+        """Write the step to a folder before it is prepared."""
+        await self.call("record_step", folder, per_rank=self.layout.spread(plan.ranks), timeout=self._timeouts.train)
 
     def read_tokens(self, indices: Sequence[Sequence[int]]) -> list[Any]:
         """Return a reference to the `TokenValues` of some samples of each data rank; None where there are none."""

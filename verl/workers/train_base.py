@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
@@ -18,7 +17,8 @@ from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, MARGIN_S, Timeout
 from verl.custom_functions import import_external
 from verl.errors import CheckpointError, DivergenceError, EngineError, VerlError
 from verl.training.layout import RankLayout
-from verl.training.settings import EngineSettings, ProfileSettings
+from verl.training.settings import ProfileSettings
+from verl.workers.train_settings import RankSettings
 
 if TYPE_CHECKING:  # torch is imported where it is used: see BaseTrainWorker
     from verl.checkpoint.background import BackgroundWriter
@@ -32,22 +32,6 @@ G = TypeVar("G", bound="RankGroup")
 P = ParamSpec("P")
 R = TypeVar("R")
 W = TypeVar("W", bound="BaseTrainWorker")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSettings:
-    """The settings of one rank: the model that it trains, and how it is saved."""
-
-    actor: EngineSettings
-    seed: int = 0
-    external_modules: Sequence[str] = ()  # imported before the engine is built
-    tokenizer_path: str | None = None  # None: the model's
-    save_hf: bool | None = False  # None: in the last checkpoint only
-    save_contents: Mapping[str, Sequence[str]] | None = None  # by checkpoint folder; None: all
-    load_contents: Mapping[str, Sequence[str]] | None = None
-    timeouts: Timeouts = DEFAULT_TIMEOUTS
-    deterministic: bool = False  # use deterministic kernels only; for accelerators
-    memory_advice: str = ""  # the settings that reduce memory use, for the message of an out-of-memory error
 
 
 class Checkpointable(Protocol):
@@ -204,16 +188,9 @@ class BaseTrainWorker:
         return find_corruption(Path(directory), rank=self._rank, ranks=self._world_size)
 
     def load(self, directory: str) -> None:
-        from verl.checkpoint.adapter import check_base
-        from verl.checkpoint.save import load, read_index_once
+        from verl.checkpoint.save import load_folders
 
-        states = self._trained.states(self._settings.load_contents)
-        indices = {folder: read_index_once(Path(directory, folder)) for folder in states}
-        for folder, state in states.items():
-            if "base" in state and (saved := indices[folder].values_below("base.")):
-                check_base(state["base"], saved)
-        loaded = {folder: load(state, Path(directory, folder), indices[folder]) for folder, state in states.items()}
-        self._trained.load_states(loaded)
+        self._trained.load_states(load_folders(self._trained.states(self._settings.load_contents), Path(directory)))
 
     def peak_memory(self) -> dict[str, float]:
         """Return the peak of allocated device memory since the last call, as a metric; nothing on CPU."""

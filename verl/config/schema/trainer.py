@@ -82,6 +82,11 @@ class SamplesConfig(Section):
     """Size of the folder of samples from which on no more are recorded."""
 
 
+class ReplayConfig(Section):
+    steps: Annotated[list[Count], OneOrMany] | None = setting(None)
+    """Steps to record for verl replay, counted from 1; null: none."""
+
+
 class RunConfig(Section):
     """The settings of every run."""
 
@@ -186,6 +191,7 @@ class TrainerConfig(RunConfig):
     val_only: bool = setting(False, only_if=needs_given("data.val_files"))
     """Validate the model, or the checkpoint that the run would resume from, and end."""
     samples: SamplesConfig = section(SamplesConfig, "Recorded samples, in the folder samples of the run.")
+    replay: ReplayConfig = section(ReplayConfig, "Steps that can be run again on another machine.")
     rollout_data_dir: str | None = setting(None)
     """Folder for all responses of training: one JSONL file per step; null: none."""
     validation_data_dir: str | None = setting(None, only_if=needs_given("data.val_files"))

@@ -102,6 +102,18 @@ class VllmEngine:
             for output, each in zip(outputs, sequences, strict=True)
         ]
 
+    async def compute_hidden_states(self, token_ids: Sequence[int]) -> list[Tensor]:
+        """Layers are only seen with `enforce_eager`: compiled ones and CUDA graphs run without hooks."""
+        from safetensors.torch import load_file
+
+        with tempfile.TemporaryDirectory(prefix="verl-layers-") as folder:
+            await self._call(self._llm.collective_rpc("record_layers"))
+            await self.compute_logprobs([token_ids])
+            path = str(Path(folder, "layers.safetensors"))
+            await self._call(self._llm.collective_rpc("write_layers", args=(path, len(token_ids))))
+            states = load_file(path)
+        return [states[str(index)] for index in range(len(states))]
+
     async def start_weight_update(self) -> None:
         await self._call(self._start_weight_update())
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -27,6 +28,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from verl.rollout.vllm.ipc_handles import decode_handles
 from verl.weights.bucket import TensorSlot, unpack
+from verl.weights.layer_outputs import LayerOutputs, find_layers
 
 BACKENDS = {"host": "verl_host", "ipc": "verl_ipc", "nccl": "nccl"}
 """Transports, and the names of their receiving ends in vLLM."""
@@ -37,6 +39,8 @@ class WorkerExtension:
     """Mixed into vLLM's worker: what the rollout actor calls there. Importing this module also matters."""
 
     model_runner: Any
+    rank: int
+    _outputs: LayerOutputs
 
     def unlink_shared_memory(self) -> None:
         """Remove the names of the memory that tensor-parallel workers share, so that it is freed however they end.
@@ -52,6 +56,17 @@ class WorkerExtension:
     def seed_sampling(self, seed: int) -> None:
         """Seed the generator that samples for requests without a seed."""
         torch.manual_seed(seed)
+
+    def record_layers(self) -> None:
+        """Record what the decoder layers return, until `write_layers`."""
+        count = self.model_runner.model_config.hf_text_config.num_hidden_layers
+        self._outputs = LayerOutputs(find_layers(self.model_runner.model, count))
+
+    def write_layers(self, path: str, tokens: int) -> None:
+        """Write the states after each layer; tensor-parallel ranks have the same."""
+        states = self._outputs.take(tokens)
+        if self.rank == 0:
+            save_file({str(index): each.contiguous() for index, each in enumerate(states)}, path)
 
     def return_routed_experts(self) -> None:
         """Return the experts of every token with a response, on the CPU."""

@@ -49,6 +49,7 @@ from verl.trainer.build.worker_settings import (
     train_settings,
 )
 from verl.trainer.evaluator import Evaluator
+from verl.trainer.records.replay import StepRecorder
 from verl.trainer.records.samples import RecordSettings, SampleRecorder
 from verl.trainer.records.step import StepRecords
 from verl.trainer.restarts import RestartTracker
@@ -163,6 +164,7 @@ class RLBuilder(RunBuilder[Config]):
                 self.open_record("trained", version),
                 self.open_record("phases", version),
                 self.build_sample_recorder(episode_pool),
+                self.build_step_recorder(policy),
             ),
         )
         keep_weights = trainer.weights.keep_version if self.config.trainer.max_staleness > 0 else None
@@ -276,6 +278,14 @@ class RLBuilder(RunBuilder[Config]):
         )
         self._closing.push_async_callback(recorder.close)
         return recorder
+
+    def build_step_recorder(self, policy: PolicyGroup) -> StepRecorder | None:
+        trainer = self.config.trainer
+        return (
+            StepRecorder(trainer.checkpoint_dir, trainer.replay.steps, policy, self.console)
+            if trainer.replay.steps
+            else None
+        )
 
     def build_evaluator(self, episodes: EpisodeClient, data: RunData) -> Evaluator | None:
         if not data.val_sources:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.cluster.hangs.pending_calls import Timeouts
 from verl.config.batch_sizes import (
@@ -48,8 +48,10 @@ from verl.trainer.build.reward_settings import reward_components, reward_functio
 from verl.training.registry import get_settings_class
 from verl.training.settings import EngineSettings, LoraSettings, Schedule
 from verl.weights.sync import TOLERANCES
-from verl.workers.episodes import DatasetSettings, EpisodeSettings
-from verl.workers.train import TrainSettings
+from verl.workers.train_settings import TrainSettings
+
+if TYPE_CHECKING:
+    from verl.workers.episodes import DatasetSettings, EpisodeSettings
 
 
 def timeouts(config: Config | SftConfig) -> Timeouts:
@@ -247,6 +249,8 @@ def episode_settings(
     config: Config, datasets: dict[str, DatasetSettings], workers: int, reward: Callable[..., Any] | None = None
 ) -> EpisodeSettings:
     """Return the settings of each of `workers` episode workers. `reward` replaces the configured reward function."""
+    from verl.workers.episodes import EpisodeSettings  # imports Ray, which a replay may not have
+
     has_function = uses_reward_function(config) and scores_responses(config)
     function = reward_function_settings(config, workers, reward) if has_function else None
     return EpisodeSettings(config, datasets, function, list(reward_components(config)), timeouts(config))

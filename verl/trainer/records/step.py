@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from verl.tracking.buffered_sink import BufferedSink
+from verl.trainer.records.replay import StepRecorder
 from verl.trainer.records.samples import SampleRecorder
 
 
@@ -39,8 +40,10 @@ class StepRecords:
         trained: `trained.jsonl`, the positions in the data that were trained on.
         phases: `phases.jsonl`, when each phase began and ended.
         samples: `samples/`, responses with scores and the numbers of every token.
+        replay: `replay/`, steps that can be run again; None: none.
     """
 
     trained: BufferedSink
     phases: BufferedSink
     samples: SampleRecorder
+    replay: StepRecorder | None = None

@@ -38,7 +38,7 @@ from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import RankPlan
 from verl.errors import ConfigError
-from verl.training.engine import ReferenceEngine, TrainEngine, select_contents
+from verl.training.engine import Loss, ReferenceEngine, TrainEngine, select_contents
 from verl.training.policy.passes import average_steps, compute_logprobs, restore_order, run_prepass
 from verl.training.policy.prime import PrimeRewardModel
 from verl.training.policy.teacher import TeacherEngine
@@ -66,7 +66,9 @@ class PolicyTrainer:
         self.algorithm = algorithm = algorithm or AlgorithmSettings()
         self.teacher = None if teacher is None else TeacherEngine(teacher, algorithm.distillation)
         self._estimator, _ = load_functions(algorithm)
-        self._objective, self._value_objective = PolicyObjective(algorithm), ValueObjective(algorithm)
+        self._value_objective = ValueObjective(algorithm)
+        self.objective: Loss[ModelOutput] = PolicyObjective(algorithm)
+        """What an update of the policy minimizes. A replay observes it."""
         self._reward_kl = algorithm.reward_kl
         self._uses_squares = algorithm.estimator in USE_SQUARES
         self._distills_in_loss = algorithm.distillation is not None and algorithm.distillation.mode == "loss"
@@ -292,7 +294,7 @@ class PolicyTrainer:
         is_exact = self.algorithm.loss_kl_coef is not None and self.algorithm.loss_kl_type == EXACT_KL
         update = partial(
             self.actor.update,
-            loss=self._objective,
+            loss=self.objective,
             reference=self.reference if is_exact else None,
             teacher=self.teacher if self._distills_in_loss else None,
         )
