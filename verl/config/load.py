@@ -70,6 +70,8 @@ TRAIN = RunType("train", Config, TRAIN_KEYS, checks.TRAIN_CONFLICTS, checks.TRAI
 SFT = RunType("sft", SftConfig, SFT_KEYS, checks.SFT_CONFLICTS, checks.SFT_HINTS)
 GENERATE = RunType("generate", Config, TRAIN_KEYS, checks.GENERATION_CONFLICTS, checks.GENERATION_HINTS)
 """Commands that generate and score responses with the training settings; only the settings they use are checked."""
+REPLAY = RunType("replay", Config, TRAIN_KEYS, (), ())
+"""Settings that were checked when their run started, on a machine that may have had other packages."""
 AnyRunType = RunType[Config] | RunType[SftConfig]
 RUN_TYPES: tuple[AnyRunType, ...] = (TRAIN, SFT)
 
@@ -105,6 +107,11 @@ def load_sft(argv: Sequence[str], *, complete: bool = True) -> list[LoadedConfig
 def load_for_generation(argv: Sequence[str]) -> LoadedConfig[Config]:
     """Load the training settings for commands that only generate or score responses: `verl generate`, `verl eval`."""
     return load_run(GENERATE, argv, complete=False)[0]
+
+
+def load_for_replay(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    """Load the settings of a run that has trained, as nested dicts, and apply overrides: `verl replay`."""
+    return load_run(REPLAY, overrides, complete=False, tree=copy.deepcopy(dict(settings)))[0].config
 
 
 def load_run(

@@ -107,6 +107,7 @@ def measure_gaps(run: Path, step: int, *overrides: str) -> dict[str, float]:
     """Replay a step where there is neither Ray nor vLLM; return by how much each metric differs."""
     command = [sys.executable, "-c", BLOCKED, "replay", str(run), f"--step={step}", "--json", *overrides]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600)
+    assert done.stdout, "the replay has failed; its error is above"
     result = json.loads(done.stdout.splitlines()[-1])
     recorded, replayed = (
         {name: value for name, value in result[side].items() if not name.startswith("perf/")}

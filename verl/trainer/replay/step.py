@@ -16,7 +16,7 @@ from verl.algorithms.aggregate import Totals
 from verl.algorithms.objective import ModelOutput
 from verl.checkpoint.save import load_folders
 from verl.cluster.local import detect_local_device
-from verl.config.load import load_dict
+from verl.config.load import load_for_replay
 from verl.config.paths import set_path
 from verl.config.schema import Config
 from verl.data.flat_batch import FlatBatch
@@ -94,13 +94,13 @@ def open_step(run: Path, step: int, overrides: Sequence[str] = ()) -> RecordedSt
         raise VerlError(
             f"{run}: step {step} is not recorded (recorded: {steps}). Set trainer.replay.steps=[{step}] before the step"
         ) from error
-    settings, total_steps = _read_settings(run, step)
+    settings, total_steps = read_settings(run, step)
     return RecordedStep(
-        folder, load_dict(settings, overrides).config, total_steps, read_batch(folder), result["metrics"]
+        folder, load_for_replay(settings, overrides), total_steps, read_batch(folder), result["metrics"]
     )
 
 
-def _read_settings(run: Path, step: int) -> tuple[dict[str, Any], int]:
+def read_settings(run: Path, step: int) -> tuple[dict[str, Any], int]:
     """Return the settings of the start that has trained a step, and the number of steps of the run."""
     path = run / "starts.jsonl"
     try:
