@@ -25,7 +25,18 @@ from _run import environment, scripts  # noqa: E402
 from rotation import current_group, record_left  # noqa: E402
 
 ROTATION = (
-    ("kills", "families", "sleep", "step", "trl", "vocabulary", "unearned", "first_contact", "async_simulation"),
+    (
+        "kills",
+        "families",
+        "sleep",
+        "step",
+        "trl",
+        "vocabulary",
+        "unearned",
+        "first_contact",
+        "async_simulation",
+        "replay",
+    ),
     ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading", "slurm", "inflight", "report"),
     ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge", "async_throughput", "elastic", "audit"),
     (

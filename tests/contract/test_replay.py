@@ -13,18 +13,25 @@ from verl.demo.assets import make_assets
 
 pytestmark = pytest.mark.contract
 
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(map(ord, solution_str)) % 7 / 7
+"""
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs of two mini-batches in each step, with a KL to a reference."""
     folder = tmp_path_factory.mktemp("replay")
-    assets = make_assets(folder)
+    assets, reward = make_assets(folder), folder / "reward.py"
+    reward.write_text(REWARD)
     settings = (
         *(f"data.train_files={assets.train}", f"model.path={assets.model}", "rollout.name=hf", "rollout.n=2"),
         *("data.max_prompt_length=8", "data.max_response_length=4", "data.train_batch_size=4"),
         *("actor.ppo_mini_batch_size=3", "actor.ppo_micro_batch_size_per_gpu=4", "actor.ppo_epochs=2"),
         *("actor.use_kl_loss=True", "optim.lr=1e-3", "trainer.total_training_steps=2", "trainer.save_freq=-1"),
         *("trainer.n_gpus_per_node=1", "trainer.local=True", "trainer.replay.steps=2"),
+        *("trainer.deterministic=True", f"reward.custom_reward_function.path={reward}"),
     )
     assert main(["train", *settings, f"trainer.default_local_dir={folder / 'run'}"]) == 0
     return folder / "run"
