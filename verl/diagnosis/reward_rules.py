@@ -12,6 +12,7 @@ _MAX_WITHOUT_SIGNAL = 0.9  # share of the prompts
 _LARGE_REWARD, _OUTLIER_STDS = 10.0, 20.0  # both must be exceeded by an outlier
 _SMOOTHING = 0.2  # weight of a step in the running mean that validations are compared with
 _MIN_DIVERGENCE = 0.1  # relative fall of the validation and rise of the reward that indicate reward hacking
+_DIVERGED_VALIDATIONS = 2  # in a row: one alone is below the best of many by chance, above all with few prompts
 _MAX_UNSCORED, _UNSCORED_STEPS = 0.02, 3  # share of the responses, and the steps whose mean it is
 
 
@@ -113,15 +114,20 @@ def _find_reward_hacking(run: History) -> str | None:
     """Return the validation that has fallen furthest below its best mean while the reward rose."""
     found: dict[float, str] = {}
     for name in run.list_validations():
-        # Only validations after a step: those before have no reward to compare with.
-        rewards = _smooth(run.get_series("reward/mean"), run.get_series(name).steps)
-        means = dict(zip(run.get_series(name).steps, run.get_series(name).values, strict=True))
-        best_step = max((step for step in means if step in rewards), key=lambda step: (means[step], step), default=None)
-        if best_step is None or run.step not in means:
-            continue
-        best, mean, before, reward = means[best_step], means[run.step], rewards[best_step], rewards[run.step]
-        has_fallen = mean < best - _MIN_DIVERGENCE * abs(best)
-        if has_fallen and reward > before + _MIN_DIVERGENCE * abs(before):
+        validations = run.get_series(name)
+        rewards = _smooth(run.get_series("reward/mean"), validations.steps)
+        points = [
+            (mean, rewards[step], step)
+            for step, mean in zip(validations.steps, validations.values, strict=True)
+            if step in rewards  # a validation before the first step has no reward to compare with
+        ]
+        best, before, best_step = max(points, key=lambda point: (point[0], point[2]), default=(0.0, 0.0, 0))
+        has_diverged = [
+            mean < best - _MIN_DIVERGENCE * abs(best) and reward > before + _MIN_DIVERGENCE * abs(before)
+            for mean, reward, _ in points[-_DIVERGED_VALIDATIONS:]
+        ]
+        if len(has_diverged) == _DIVERGED_VALIDATIONS and all(has_diverged):
+            mean, reward, _ = points[-1]
             found[mean - best] = (
                 f"possible reward hacking: since step {best_step} the reward rose from {before:.3g} to {reward:.3g}, "
                 f"while {name} fell from {best:.3g} to {mean:.3g}"
@@ -152,9 +158,9 @@ REWARD_HACKING = Rule(
         "the training prompts rises while the validation falls. Read such responses with `verl show RUN --best 3`."
     ),
     limits=(
-        f"A validation is at least {_MIN_DIVERGENCE:.0%} below its best mean, and the reward, smoothed over about "
-        f"{1 / _SMOOTHING:.0f} steps, at least {_MIN_DIVERGENCE:.0%} above what it was then; smaller differences are "
-        "noise of some hundred prompts."
+        f"In {_DIVERGED_VALIDATIONS} validations in a row, the mean is more than {_MIN_DIVERGENCE:.0%} below the best "
+        f"one, and the reward, smoothed over about {1 / _SMOOTHING:.0f} steps, more than {_MIN_DIVERGENCE:.0%} above "
+        "what it was then. A single validation of some hundred prompts may be so much below the best of many by chance."
     ),
     remedy=(
         "keep the policy closer to the reference with `actor_rollout_ref.actor.use_kl_loss=True` and a larger "

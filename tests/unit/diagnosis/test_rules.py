@@ -129,7 +129,8 @@ def test_the_validation_that_fell_most_is_named() -> None:
     rewards = [{"reward/mean": 0.1 * step, "val/a/mean@1": 0.5, "val/b/mean@1": 0.5} for step in range(1, 4)]
     last = {"reward/mean": 0.9, "val/a/mean@1": 0.44, "val/b/mean@1": 0.3}
     diagnosis = Diagnosis()
-    [advice] = [advice for step, each in enumerate([*rewards, last], 1) for advice in diagnosis.advise(each, step)]
+    assert [advice for step, each in enumerate([*rewards, last], 1) for advice in diagnosis.advise(each, step)] == []
+    [advice] = diagnosis.advise(last, 5)
     assert advice.rule == "reward-hacking"
     assert "while val/b/mean@1 fell from 0.5 to 0.3" in advice.text
     assert "since step 3 the reward rose" in advice.text
