@@ -4,8 +4,9 @@ make show-diagnosis [ARGS="[--short] [--seeds N] [--steps N] [--only RULE]"]
 
 Rules are provoked by real runs in one process, with a tiny model and the transformers engine; those that need many
 devices, a full engine or many steps by simulated metrics, which the table says. Healthy runs train as `verl demo` does,
-each with another seed, for as many steps as all rules but memory-growth look at. What the run printed and what its metrics.jsonl
-gives afterwards must agree. `--short` (CI) has 2 shorter healthy runs, of a model that is hardly warmed up.
+each with another seed, for as many steps as all rules but memory-growth look at. What the run printed and what its
+metrics.jsonl gives afterwards must agree. `--short` (CI) has 2 shorter healthy runs, of a model that is hardly warmed
+up.
 """
 
 from __future__ import annotations
