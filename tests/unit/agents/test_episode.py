@@ -16,6 +16,7 @@ from verl.data.flat_batch import FlatBatch
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
 from verl.types import Completion, Failed, Prompt, SamplingParams, Scored
+from verl.workers.episodes import make_handle
 
 pytestmark = pytest.mark.unit
 
@@ -147,6 +148,14 @@ def test_tokens_of_earlier_turns_keep_the_experts_that_they_were_generated_with(
     experts = transcript.to_samples(0, 0, 0.0, {})[0].routed_experts
     assert experts is not None
     assert experts[:, 0, 0].tolist() == [5, 5, 5, 8, 8]
+
+
+def test_preemptions_of_all_turns_are_added_up() -> None:
+    transcript = Transcript()
+    first, second = (Completion([3], [0.0], [0], "stop", preemptions=count) for count in (1, 2))
+    transcript.add([9], second, transcript.add([1, 2], first))
+    [sample] = transcript.to_samples(0, 0, 0.0, {})
+    assert make_handle(replace(sample, versions=np.zeros(5, np.int32)), None).preemptions == sample.preemptions == 3
 
 
 def test_kept_ids_of_all_turns_are_those_of_the_generated_tokens_of_each_branch() -> None:

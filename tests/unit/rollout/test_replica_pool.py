@@ -449,7 +449,7 @@ class Interrupted(Engine):
         self.is_up = False
         error = ProcessLostError("killed")
         logprobs, versions = whole.logprobs[: self.count], whole.versions[: self.count]
-        error.partial = Completion(whole.token_ids[: self.count], logprobs, versions, "abort")
+        error.partial = Completion(whole.token_ids[: self.count], logprobs, versions, "abort", preemptions=2)
         self.count = 0
         raise pickle.loads(pickle.dumps(error))  # it comes from another process
 
@@ -467,6 +467,7 @@ async def test_another_engine_continues_what_a_lost_one_has_generated() -> None:
     assert (list(tokens), sampling.max_tokens) == ([1, 2, *response.token_ids[:3]], 7)
     assert response.versions.tolist() == [-1] * 3 + [1] * 7
     assert (len(response.token_ids), len(response.logprobs), response.finish_reason) == (10, 10, "length")
+    assert response.preemptions == 2
 
 
 @in_simulated_time

@@ -12,6 +12,7 @@ import pytest
 
 from verl.cluster.hangs.pending_calls import PENDING_CALLS
 from verl.errors import ProcessLostError
+from verl.workers.rank_speed import PROBE_S
 from verl.workers.train import PolicyGroup, TrainWorker
 
 pytestmark = pytest.mark.unit
@@ -25,6 +26,7 @@ class Rank:
     def __init__(self) -> None:
         self.released, self.calls = asyncio.Event(), list[str]()
         self.error: Exception | None = None
+        self.metrics: dict[str, float] = {}
         self.__ray_call__ = SimpleNamespace(remote=lambda *_: None)
 
     async def _prepare(self, plan: Any) -> dict[str, float]:
@@ -32,7 +34,7 @@ class Rank:
         await self.released.wait()
         if self.error is not None:
             raise self.error
-        return {}
+        return self.metrics
 
     async def _pack_bucket(self, is_first: bool) -> str | None:
         self.calls.append("pack_bucket")
@@ -69,6 +71,15 @@ PLAN: Any = SimpleNamespace(ranks=[None, None])
 async def settled() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def test_the_slowest_rank_is_a_metric_of_the_step() -> None:
+    ranks = Rank(), Rank()
+    for rank, seconds in zip(ranks, (0.1, 0.4), strict=True):
+        rank.metrics = {PROBE_S: seconds, "actor/kl": seconds}
+        rank.released.set()
+    metrics = await group_of(*ranks).prepare(PLAN)
+    assert metrics == {PROBE_S: 0.1, "actor/kl": 0.1, "perf/slowest_rank": 1.0, "perf/slowest_rank_slowdown": 4.0}
 
 
 async def test_a_timeout_starts_when_the_ranks_are_free() -> None:
