@@ -49,6 +49,7 @@ ROTATION = (
         "sandbox",
         "combinations",
         "async_learning",
+        "mistakes",
     ),
     (
         "trust",
@@ -73,7 +74,6 @@ ROTATION = (
         "game",
         "scale",
         "async_resume",
-        "mistakes",
     ),
 )
 LONG = ("learning", "parity", "resume")  # run at every commit, and start first, as do those of the rotation

@@ -373,3 +373,26 @@ def test_external_modules_are_imported_when_settings_are_loaded(
 def test_an_external_module_that_is_missing_is_a_problem_among_others() -> None:
     import_problem, other = problems("actor_rollout_ref.model.external_lib=[math,no_such]", "data.train_batch_size=0")
     assert "actor_rollout_ref.model.external_lib: no_such cannot be imported" in f"{import_problem} {other}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "suggestion"),
+    [
+        ("trainer.device=gpu", "set trainer.device=cuda"),
+        ("algorithm.adv_estimator=ppo", "set algorithm.adv_estimator=gae"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=dapo", "policy_loss.loss_mode=vanilla"),
+        ("data.batch_size=8", "Set data.train_batch_size=8"),
+        ("actor_rollout_ref.actor.learning_rate=1e-5", "Set actor_rollout_ref.actor.optim.lr=1e-05"),
+        ("trainer.max_steps=5", "Set trainer.total_training_steps=5"),
+    ],
+)
+def test_names_of_other_programs_are_understood_by_their_meaning(setting: str, suggestion: str) -> None:
+    [problem] = problems(setting)
+    assert problem.endswith(suggestion)
+
+
+def test_values_after_unknown_options_are_not_taken_for_settings() -> None:
+    assert problems("--lr", "1e-5") == ["--lr: is not an option; set optim.lr=1e-6"]
+    assert problems("trainer.seed=3", "--num-epochs", "3") == [
+        "--num-epochs: is not an option; set trainer.total_epochs=1"
+    ]

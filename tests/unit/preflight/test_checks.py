@@ -78,6 +78,12 @@ def test_another_spelling_is_a_note_and_a_setting_without_effect_a_warning() -> 
     assert (useless.severity, useless.fix) == (Severity.WARNING, "remove it")
 
 
+def test_there_is_no_hint_about_the_default_of_a_wrong_setting() -> None:
+    report = Report()
+    check_settings(["data.train_files=a", "model.path=b", *SIZES, "rollout.n=0"], report)
+    assert [finding.problem for finding in report.findings] == ["0 must be at least 1"]
+
+
 def test_all_that_is_wrong_with_settings_and_files_is_printed_at_once(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
