@@ -77,7 +77,7 @@ def _show_import() -> AbstractContextManager[None]:
 
 
 def _overview() -> str:
-    rows = "\n".join(f"  {name:<12}{summary}" for name, summary in COMMANDS.items())
+    rows = "\n".join(f"  {name:<13}{summary}" for name, summary in COMMANDS.items())
     return (
         f"usage: verl COMMAND [settings]\n\n{verl.__doc__}\n\ncommands:\n{rows}\n\n"
         "Run `verl COMMAND --help` for details.\n"

@@ -14,7 +14,7 @@ usage: verl train [--dry-run] [settings]
 Train a model with reinforcement learning. If trainer.save_freq saves checkpoints, rerun the command to resume.
 
 options:
-  --dry-run               start nothing, and print all that is wrong; see `verl doctor --help`
+  --dry-run               start nothing, and print all that is wrong, as `verl doctor` does
 
 {SETTINGS_HELP}
 example:

@@ -1,2 +1,2 @@
-"""Checks before a run, for `verl train --dry-run`, `verl doctor` and `verl reward-test`: one module per topic, and no
-engine, Ray or torch. Imported by commands."""
+"""Checks before a run, for `verl train --dry-run`, `verl doctor` and `verl reward-test`: one module per topic. None starts
+an engine; only the checks of memory and of a running cluster import Ray. Imported by commands."""

@@ -60,7 +60,7 @@ def commands() -> dict[str, list[str]]:
     """Command -> the options in its help."""
     found = {}
     for line in help_of().split("commands:")[1].splitlines():
-        if name := re.match(r"  ([a-z]+)  ", line):
+        if name := re.match(r"  ([a-z-]+)  ", line):
             found[name[1]] = sorted(set(re.findall(r"(?<![\w-])--?[a-z][a-z_-]*", help_of(name[1]))))
     return found
 
