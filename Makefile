@@ -47,11 +47,12 @@ bench: ## print figures, assert nothing
 gpu-smoke: ## on 1, 2 and 8 GPUs: start, sync, probe, train, save, resume; never run yet (ARGS=--short: on the CPU)
 	$(PYTHON) tests/gpu/smoke.py $(ARGS)
 
-docs: ## regenerate the settings reference, the rules of the diagnosis, and the table of the files of a step
+docs: ## regenerate the settings reference, the rules of the diagnosis, the files of a step, and the dashboard
 	PYTHONPATH=. $(PYTHON) tests/settings_pages.py > docs/settings.md
 	PYTHONPATH=. $(PYTHON) tests/settings_pages.py --sft > docs/settings_sft.md
 	PYTHONPATH=. $(PYTHON) tests/diagnosis_page.py --write
 	PYTHONPATH=. $(PYTHON) tests/step_files.py --write
+	$(PYTHON) tests/grafana_dashboard.py > examples/monitoring/grafana_dashboard.json
 
 site: ## build the documentation site into site/
 	$(PYTHON) -m mkdocs build --strict

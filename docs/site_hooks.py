@@ -79,7 +79,7 @@ def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
 
 def list_examples() -> list[Path]:
     """Return the files of examples/, without what running them has left there."""
-    return sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in {*LANGUAGES, ".ipynb"})
+    return sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in {*LANGUAGES, ".ipynb", ".json"})
 
 
 def render_examples(address: str, paths: list[Path]) -> str:

@@ -74,6 +74,7 @@ ROTATION = (
         "game",
         "scale",
         "async_resume",
+        "monitoring",
     ),
 )
 LONG = ("learning", "parity", "resume")  # run at every commit, and start first, as do those of the rotation

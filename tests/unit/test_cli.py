@@ -163,7 +163,18 @@ def test_config_json_prints_one_object_for_each_point_of_a_sweep(capsys: pytest.
 
 
 def test_config_with_a_bare_key_explains_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "data.train_batch_size", "rollout.name", "trainer.nnodes", "trainer.prometheus.enable"]) == 0
+    assert (
+        main(
+            [
+                "config",
+                "data.train_batch_size",
+                "rollout.name",
+                "trainer.nnodes",
+                "actor.megatron.pipeline_model_parallel_size",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "Prompts per step" in text
     assert "default: 1024" in text

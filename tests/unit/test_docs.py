@@ -27,9 +27,9 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SHOWN_ONLY = {"text", "diff", "json", "math", "mermaid"}  # languages of blocks that are not run
-OTHER_PROGRAMS = {"pip", "uv", "docker", "apptainer", "pre-commit", "git", "cd", "ray", "python", "eval"}
+OTHER_PROGRAMS = {"pip", "uv", "docker", "apptainer", "pre-commit", "git", "cd", "ray", "python", "eval", "prometheus"}
 WITH_ENGINES = {"python_api.md"}  # pages whose snippets train: `make show-api` runs them
-PLACEHOLDERS = {"KEY": "data.seed", "DIR": "somewhere"}
+PLACEHOLDERS = {"KEY": "data.seed", "DIR": "somewhere", "WORD": "seed"}
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def commands() -> Iterator[Piece]:
 def check_verl(arguments: list[str]) -> None:
     """The command exists, and what follows it is understood by the code that would run it."""
     name, *rest = [PLACEHOLDERS.get(argument, argument) for argument in arguments]
+    rest = rest[: rest.index(">")] if ">" in rest else rest
     assert name in cli.COMMANDS, f"verl has no command {name!r}"
     if name == "train":
         settings = [argument for argument in rest if argument != "--dry-run"]
@@ -88,7 +89,7 @@ def check_verl(arguments: list[str]) -> None:
     elif name == "eval" and rest:
         evaluate.read_arguments(rest)
     elif name == "migrate" and rest:
-        migrate.read_arguments(rest[: rest.index(">")] if ">" in rest else rest)
+        migrate.read_arguments(rest)
     elif name == "plan" and rest:
         plan.read_arguments(rest)
     elif name == "config":

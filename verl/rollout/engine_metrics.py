@@ -22,7 +22,11 @@ async def read_engine_metrics(engines: Mapping[int, Any]) -> dict[int, list[Metr
 
     Engines that do not reply are left to their supervisor.
     """
-    calls = (asyncio.wait_for(engine.read_metrics(), REPLY_S) for engine in engines.values())
-    replies = await asyncio.gather(*calls, return_exceptions=True)
+
+    async def read(engine: Any) -> list[Metric]:
+        async with asyncio.timeout(REPLY_S):
+            return await engine.read_metrics()
+
+    replies = await asyncio.gather(*map(read, engines.values()), return_exceptions=True)
     pairs = zip(engines, replies, strict=True)
     return {engine: reply for engine, reply in pairs if not isinstance(reply, BaseException)}

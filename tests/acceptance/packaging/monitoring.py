@@ -4,7 +4,7 @@ make show-monitoring [ARGS=--short]
 
 The run trains a tiny model, with Ray, two train workers and two vLLM engines; Ray's dashboard is on, and its timeline
 is written. `--short`: in one process, with one vLLM engine, without Ray. Prometheus reads the example
-`examples/monitoring/prometheus.yml` with another address and interval. Every query of every panel has to return a
+`examples/monitoring/prometheus.yaml` with another address and interval. Every query of every panel has to return a
 number; of every scrape, the reward has to be the one of its step in metrics.jsonl; the run listens on loopback only.
 Without the program `prometheus` (Debian's package of this name) the script is skipped.
 """
@@ -35,10 +35,10 @@ from grafana_dashboard import list_panels
 from verl.cluster.actors import free_port
 from verl.demo.assets import make_assets
 
-SCRAPE_CONFIG = ROOT / "examples/monitoring/prometheus.yml"
+SCRAPE_CONFIG = ROOT / "examples/monitoring/prometheus.yaml"
 RUN = 'project="arithmetic",experiment="monitored"'
 WINDOW = "20s"
-START_S, END_S = 400.0, 90.0
+START_S, END_S = 500.0, 90.0
 TOKEN = "a-token-for-the-dashboard-of-this-test"
 
 
@@ -46,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="in one process, without Ray")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the processes are ended all the same
     program = shutil.which("prometheus")
     if program is None:
         skip("monitoring", "no Prometheus on this machine: apt-get install prometheus")
@@ -64,7 +65,7 @@ def main() -> None:
             scrape_s = ask(server, "max_over_time(scrape_duration_seconds[10m])")
             families = server.get("/api/v1/label/__name__/values").json()["data"]
             values = read_values(server)
-        wrong = compare(values, folder / "run")
+        wrong = compare(values, folder / "run") if values else []
         phases = None if options.short else count_phases(folder / "timeline.json")
     for query in missing:
         print(f"{queries[query]}: no data: {query}")
@@ -73,7 +74,7 @@ def main() -> None:
         "values are those of metrics.jsonl": len(values) >= 3 and not wrong,
         "listens on loopback only": addresses == ["127.0.0.1"],
         "all engines": replicas == ({"0"} if options.short else {"0", "1"}),
-        "the run ended well": run.returncode == 0,
+        "the run ended well": run.returncode == 128 + signal.SIGTERM,
         "Ray's dashboard": ray_dashboard in (None, [401, 200]),
         "phases on Ray's timeline": phases is None or phases >= 4,
     }
@@ -142,7 +143,7 @@ def prometheus(program: str, folder: Path, run_port: int, port: int) -> Iterator
     config = yaml.safe_load(SCRAPE_CONFIG.read_text())
     config["global"]["scrape_interval"] = "1s"
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{run_port}"]
-    path = folder / "prometheus.yml"
+    path = folder / "prometheus.yaml"
     path.write_text(yaml.safe_dump(config))
     arguments = [f"--config.file={path}", f"--storage.tsdb.path={folder / 'tsdb'}", "--log.level=error"]
     process = subprocess.Popen([program, *arguments, f"--web.listen-address=127.0.0.1:{port}"])
@@ -159,7 +160,9 @@ def wait_for_data(server: httpx.Client, queries: list[str], run: subprocess.Pope
     missing, until = queries, time.monotonic() + START_S
     while missing and run.poll() is None and time.monotonic() < until:
         time.sleep(1.0)
-        missing = [query for query in missing if not has_number(ask(server, query))]
+        before, missing = missing, [query for query in missing if not has_number(ask(server, query))]
+        if missing and len(missing) != len(before):
+            print(f"{len(queries) - len(missing)} of {len(queries)} queries return data", flush=True)
     return missing
 
 
@@ -186,7 +189,10 @@ def look_at_ray(port: int) -> list[int]:
     """Return what Ray's dashboard answers without its token, and with it."""
     address = f"http://127.0.0.1:{port}/api/version"
     given = {"Authorization": f"Bearer {TOKEN}"}
-    return [httpx.get(address, headers=headers, timeout=30.0).status_code for headers in ({}, given)]
+    try:
+        return [httpx.get(address, headers=headers, timeout=30.0).status_code for headers in ({}, given)]
+    except httpx.TransportError:
+        return []
 
 
 def read_values(server: httpx.Client) -> list[tuple[int, float]]:
@@ -207,7 +213,7 @@ def compare(values: list[tuple[int, float]], folder: Path) -> list[tuple[int, fl
 
 def count_phases(timeline: Path) -> int:
     """Return how many kinds of phases of our workers are on Ray's timeline."""
-    events = json.loads(timeline.read_text())
+    events = json.loads(timeline.read_text()) if timeline.exists() else []
     return len({event["name"] for event in events if event.get("cat") == "verl"})
 
 

@@ -135,7 +135,6 @@ def test_the_lora_snippet_loads() -> None:
     ("text", "keys"),
     [
         ("rollout: {name: sglang}", {"actor_rollout_ref.rollout.name"}),
-        ("trainer: {prometheus: {enable: true, port: 9090}}", {"trainer.prometheus.enable"}),
         (
             "reward: {reward_model: {enable: True, model_path: ~/models/rm, rollout: {name: sglang}}}",
             {"reward.reward_model.rollout.name"},
@@ -203,6 +202,14 @@ def test_documented_short_names_are_accepted_without_a_hint(override: str, key: 
 )
 def test_an_alias_of_what_is_not_supported_is_refused_under_its_canonical_name(override: str) -> None:
     assert find_unsupported("", override) == {"actor_rollout_ref.actor.megatron.tensor_model_parallel_size"}
+
+
+@pytest.mark.parametrize(
+    "spelled", ["trainer.prometheus", "rollout.prometheus", "actor_rollout_ref.rollout.prometheus"]
+)
+def test_the_settings_of_prometheus_may_be_those_of_the_rollout(spelled: str) -> None:
+    [loaded] = load([f"{spelled}.enable=true", f"{spelled}.port=9101"], complete=False)
+    assert (loaded.config.trainer.prometheus.enable, loaded.config.trainer.prometheus.port) == (True, 9101)
 
 
 @pytest.mark.parametrize(

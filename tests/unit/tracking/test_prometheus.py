@@ -7,8 +7,8 @@ import importlib.util
 import json
 import re
 import socket
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,12 @@ class Engine:
         return [counter]
 
 
+async def let_run() -> None:
+    """Let everything run that does not wait for anything."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 async def fail() -> None:
     raise ConnectionError("its process has died")
 
@@ -157,15 +163,23 @@ async def test_an_engine_that_does_not_reply_does_not_hide_the_others(monkeypatc
 
 async def test_a_scrape_does_not_wait_for_a_run_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "MIN_INTERVAL_S", -1.0)
-    engines = {0: Engine(1.0)}
-    metrics = EngineMetrics(lambda: read_engine_metrics(engines), asyncio.get_running_loop())
-    first = await asyncio.to_thread(lambda: list(metrics.collect()))
+    engine = Engine(1.0)
+    metrics = EngineMetrics(lambda: read_engine_metrics({0: engine}), asyncio.get_running_loop())
+
+    def tokens() -> list[float]:
+        names = "vllm:generation_tokens_total"
+        return [sample.value for metric in metrics.collect() for sample in metric.samples if sample.name == names]
+
+    assert await asyncio.to_thread(tokens) == [1.0]
+    engine.tokens = 2.0
     monkeypatch.setattr(exporter, "ENGINES_TIMEOUT_S", 0.01)
-    scraping = threading.Thread(target=lambda: second.extend(metrics.collect()))
-    second: list[Metric] = []
-    scraping.start()
-    scraping.join()  # blocks the event loop of the run, as a local run does while it trains
-    assert [metric.name for metric in second] == [metric.name for metric in first] != []
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(tokens).result() == [1.0], "this blocks the event loop, as training in one process does"
+    await let_run()
+    engine.reply = asyncio.Event().wait
+    assert await asyncio.to_thread(tokens) == [2.0], "the answer that came too late"
+    await let_run()
+    assert engine.calls == 3
 
 
 async def test_scrapes_at_the_same_time_ask_the_engines_once() -> None:

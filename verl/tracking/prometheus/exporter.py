@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, start_http_server
@@ -22,7 +22,7 @@ from verl.tracking.sink import RunInfo
 ReadEngines = Callable[[], Coroutine[Any, Any, Mapping[int, Sequence[Metric]]]]
 """Returns the metrics of the rollout engines that reply, by the id of the engine."""
 
-ENGINES_TIMEOUT_S = 2.0
+ENGINES_TIMEOUT_S = 0.5
 MIN_INTERVAL_S = 1.0
 
 
@@ -138,7 +138,8 @@ class EngineMetrics:
         self._read, self._loop, self._labels = read_engines, loop, dict(labels or {})
         self._lock = threading.Lock()
         self._last: Mapping[int, Sequence[Metric]] = {}
-        self._read_at = -MIN_INTERVAL_S
+        self._asked_at = -MIN_INTERVAL_S
+        self._answer: Future[Mapping[int, Sequence[Metric]]] | None = None
 
     def collect(self) -> Iterator[Metric]:
         merged: dict[str, Metric] = {}
@@ -158,25 +159,34 @@ class EngineMetrics:
         yield count
 
     def _refresh(self) -> Mapping[int, Sequence[Metric]]:
-        """Ask the engines, unless this was done just now. Scrapes at the same time share one answer."""
-        with self._lock:
-            if time.monotonic() - self._read_at >= MIN_INTERVAL_S:
-                self._read_at = time.monotonic()
-                self._last = self._ask()
+        """Ask the engines, unless this was done just now. An answer that comes too late is for the next scrape."""
+        with self._lock:  # scrapes at the same time share one answer
+            self._take_answer(0.0)
+            if self._answer is None and time.monotonic() - self._asked_at >= MIN_INTERVAL_S:
+                self._asked_at = time.monotonic()
+                self._answer = self._ask()
+            self._take_answer(ENGINES_TIMEOUT_S)
             return self._last
 
-    def _ask(self) -> Mapping[int, Sequence[Metric]]:
-        reading = self._read()
+    def _ask(self) -> Future[Mapping[int, Sequence[Metric]]] | None:
+        asking = self._read()
         try:
-            reply = asyncio.run_coroutine_threadsafe(reading, self._loop)
+            return asyncio.run_coroutine_threadsafe(asking, self._loop)
         except RuntimeError:  # the run has ended
-            reading.close()
-            return {}
+            asking.close()
+            self._last = {}
+            return None
+
+    def _take_answer(self, timeout_s: float) -> None:
+        if self._answer is None:
+            return
         try:
-            return reply.result(ENGINES_TIMEOUT_S)
-        except (TimeoutError, CancelledError):  # the run is busy with something else, or ends
-            reply.cancel()
-            return self._last
+            self._last = self._answer.result(timeout_s)
+        except TimeoutError:  # the run is busy with something else
+            return
+        except CancelledError:  # it ends
+            self._last = {}
+        self._answer = None
 
 
 def _describe(metric: str) -> str:

@@ -50,7 +50,8 @@ G = TypeVar("G", bound=RankGroup)
 def _write_timeline(path: Path, folder: Path, console: Console) -> None:
     try:
         write_timeline(path)
-        add_phases(path, chain.from_iterable(RunFolder(folder).read_phases().values()))
+        if (folder / "phases.jsonl").exists():  # the run was not stopped before its start
+            add_phases(path, chain.from_iterable(RunFolder(folder).read_phases().values()))
         console.note(f"Ray's timeline is in {path}: open it in https://ui.perfetto.dev or chrome://tracing")
     except Exception as error:  # noqa: BLE001 - must not hide how the run has ended
         console.note(f"Ray's timeline was not written to {path} (ray_kwargs.timeline_json_file): {error}")
