@@ -73,12 +73,7 @@ def test_a_run_joins_the_cluster_that_ray_start_made_and_spreads_over_its_machin
         cluster.enter_context(machine(environment, *head, "--num-cpus=1"))
         cluster.enter_context(machine(environment, f"--address=127.0.0.1:{port}", "--num-cpus=1"))
         command = [sys.executable, "-m", "verl", "train", *settings]
-        named = environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"}
-        check = [*command, "--dry-run", "--json"]
-        checked = subprocess.run(check, env=named, capture_output=True, text=True, timeout=300)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert json.loads(checked.stdout)["checked"]["cluster"] == "2 nodes, 0 GPUs, 2 CPU cores"
     assert done.returncode == 0, done.stdout + done.stderr
     assert f":{port}, started by `ray start`" in done.stdout
     assert "step 1/1" in done.stdout
