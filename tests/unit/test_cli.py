@@ -191,7 +191,7 @@ def test_config_with_a_word_searches_names_and_descriptions(capsys: pytest.Captu
     assert "distillation.coef" in keys, "its name has neither word"
     assert "trainer.nnodes " in by_alias
     assert by_description.splitlines()[1].split()[0] == "actor_rollout_ref.actor.entropy_coeff"
-    assert main(["config", "xqzw"]) == 2
+    assert main(["config", "armup"]) == 2, "the end of a word"
     assert "no name or description has it" in capsys.readouterr().err
     assert main(["config", "entrpy"]) == 2
     assert "did you mean entropy?" in capsys.readouterr().err
