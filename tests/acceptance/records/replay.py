@@ -90,7 +90,7 @@ def start_run(folder: Path, run: Path, steps: int, algorithm: tuple[str, ...], *
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5",
         "actor_rollout_ref.actor.ppo_epochs=2",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.optim.lr=1e-4",
         f"actor_rollout_ref.rollout.name={'hf' if short else 'vllm'}",
         "actor_rollout_ref.rollout.n=4",
         f"reward.custom_reward_function.path={REWARDS}",
