@@ -14,6 +14,8 @@ from pathlib import Path
 from _common import sized_for_addition  # isort: skip - puts tests/ on the path
 import psutil
 
+from verl.checkpoint.manifest import LATEST
+
 BATCH = 8
 ENGINES = ("VLLM::EngineCore", "ray::RolloutActor")
 
@@ -31,11 +33,13 @@ class KilledRun:
         engine: str,
         max_staleness: int,
         kills_engines: bool = False,
+        resumes_always: bool = False,
     ) -> None:
+        """With `resumes_always`, it is not killed before it has saved: it would start over."""
         self.folder, self.steps, self._wanted, self._chance = folder, steps, wanted, chance
         self.kills = self.resumes = self.engines_killed = 0
         self._step = 0
-        self._kills_engines = kills_engines
+        self._kills_engines, self._resumes_always = kills_engines, resumes_always
         self._settings = [
             *sized_for_addition(folder.parent),
             f"trainer.default_local_dir={self.folder}",
@@ -83,10 +87,15 @@ class KilledRun:
     def _kill_later(self, process: subprocess.Popen[str], has_ended: threading.Event) -> None:
         """Kill the process, or its engine, some steps later; a run that is nearly over is left alone."""
         while self.kills < self._wanted and not has_ended.is_set():
-            since, steps = self._step, self._chance.randint(1, 4)
-            while self._step < since + steps and not has_ended.wait(0.05):
-                pass
-            if has_ended.wait(self._chance.uniform(0.0, 1.5)) or self._step >= self.steps - 1:
+            since, steps, longest_s = self._step, self._chance.randint(1, 4), 1.5
+            if self._resumes_always and not self._has_saved():
+                longest_s = 0.5
+                while not (self._has_saved() or has_ended.wait(0.05)):
+                    pass
+            else:
+                while self._step < since + steps and not has_ended.wait(0.05):
+                    pass
+            if has_ended.wait(self._chance.uniform(0.0, longest_s)) or self._step >= self.steps - 1:
                 return
             victim = self._find_engine(process.pid) if self._kills_engines and self._chance.random() < 0.25 else None
             self.kills += 1
@@ -95,6 +104,9 @@ class KilledRun:
             os.kill(victim or process.pid, signal.SIGKILL)
             if victim is None:
                 return
+
+    def _has_saved(self) -> bool:
+        return (self.folder / LATEST).exists()
 
     def _find_engine(self, controller: int) -> int | None:
         children = psutil.Process(controller).children(recursive=True)

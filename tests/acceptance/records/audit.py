@@ -67,6 +67,7 @@ def main() -> None:
                 *(["trainer.local=true", "actor_rollout_ref.rollout.n=2"] if options.short else []),
                 engine="hf" if options.short else "vllm",
                 max_staleness=staleness,
+                resumes_always=True,
             )
             code = run.play()
             audit = audit_run(run.folder)
