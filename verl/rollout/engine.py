@@ -111,7 +111,7 @@ class ManagedEngine(RolloutEngine, Protocol):
         ...
 
     async def read_metrics(self) -> list[Metric]:
-        """Return what the engine counts for Prometheus; nothing unless it was started with statistics."""
+        """Return what the engine counts for Prometheus; nothing if it counts nothing."""
         ...
 
     async def end(self) -> None:

@@ -13,7 +13,7 @@ _PREFIXES = ("vllm:", "sglang:")
 
 
 def collect_engine_metrics() -> list[Metric]:
-    """Return the metrics of the engine that runs in this process; none unless it was started with its statistics."""
+    """Return the metrics of the engine that runs in this process; none if it counts nothing."""
     return [metric for metric in REGISTRY.collect() if metric.name.startswith(_PREFIXES)]
 
 

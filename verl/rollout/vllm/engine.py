@@ -369,7 +369,7 @@ async def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> Async
         "max_num_seqs": settings.max_sequences,
         "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": True,
-        "disable_log_stats": not settings.counts_statistics,
+        "disable_log_stats": True,
         **{name: getattr(settings, name) for name in ENGINE_ARGUMENTS},
     }
     if settings.device != "cpu":
@@ -390,7 +390,7 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
     arguments: dict[str, Any] = {
         "scheduling_policy": "priority",
-        "disable_log_stats": False,  # they count the preemptions of each request
+        "disable_log_stats": False,  # for the preemptions of each request, and for Prometheus
         "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that the token was drawn from
         "weight_transfer_config": {"backend": BACKENDS[settings.weight_backend]},
     }

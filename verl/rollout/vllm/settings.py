@@ -65,7 +65,6 @@ class VllmSettings(RolloutEngineSettings):
     batch_invariant: bool = False  # results do not depend on the other requests of a batch; not on the CPU
     cpu_cache_gib: int = 1
     cpu_cores: str = ""
-    counts_statistics: bool = False  # for Prometheus
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -90,7 +89,6 @@ class VllmSettings(RolloutEngineSettings):
             seed=hash_seed(config.trainer.seed, "engine", index),
             batch_invariant=config.trainer.deterministic and device != "cpu",
             cpu_cores=assign_cores(index, rollout.tensor_model_parallel_size) if device == "cpu" else "",
-            counts_statistics=config.trainer.prometheus.enable,
             kwargs=rollout.engine_kwargs.vllm,
         )
 
