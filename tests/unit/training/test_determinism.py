@@ -16,7 +16,8 @@ from verl.trainer.build.preflight import check_determinism
 from verl.trainer.build.worker_settings import reward_model_settings, train_settings
 from verl.training import process_group
 from verl.training.fsdp.settings import FsdpSettings
-from verl.workers.train import BaseTrainWorker, RankSettings
+from verl.workers.train import BaseTrainWorker
+from verl.workers.train_settings import RankSettings
 
 pytestmark = pytest.mark.unit
 
