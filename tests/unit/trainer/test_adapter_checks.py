@@ -78,9 +78,9 @@ def test_an_adapter_of_all_linear_modules_fits_that_setting(model: Path, tmp_pat
 
 
 def test_all_differences_are_reported_together_each_with_its_fix(model: Path, adapter: Path) -> None:
-    config = config_of(
-        model, adapter, f"{PEFT}.lora_rank=16", f"{PEFT}.lora_alpha=32", f"{PEFT}.target_modules=[q_proj,k_proj]"
-    )
+    given = {"lora_rank": "16", "lora_alpha": "32", "target_modules": "[q_proj,k_proj]"}
+    peft = (f"{PEFT}.{name}={value}" for name, value in given.items())
+    config = config_of(model, adapter, *peft, "data.train_files=missing.parquet")
     with pytest.raises(ConfigError) as raised:
         check_files(config)
     rank, alpha, targets = [problem for problem in raised.value.problems if PEFT in problem]
