@@ -37,7 +37,7 @@ ROTATION = (
         "async_simulation",
         "replay",
     ),
-    ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading", "slurm", "inflight", "report"),
+    ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading", "slurm", "inflight", "report", "crash"),
     ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge", "async_throughput", "elastic", "audit"),
     (
         "distillation",

@@ -117,6 +117,7 @@ class TrainLoop(Generic[T_co]):
             if _is_timeout(error):
                 raise
             with suppress(Exception):  # must not hide the error that ended the run
+                await self.checkpointer.poll()  # fails if ranks wait in a collective for the one that has failed
                 await self.checkpointer.finish()
                 if isinstance(error, StorageError):
                     await self._save_before_exit()

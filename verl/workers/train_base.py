@@ -284,7 +284,8 @@ class RankGroup(ActorGroup):
         await self.call("save", directory, trainer, is_last, timeout=self._timeouts.checkpoint)
 
     async def poll_save(self, *, wait: bool) -> float | None:
-        parts = await self.call("poll_save", wait, timeout=self._timeouts.checkpoint)
+        timeout = self._timeouts.checkpoint if wait else self._timeouts.reply
+        parts = await self.call("poll_save", wait, timeout=timeout)
         return None if None in parts else max(parts)
 
     async def verify(self, directory: str) -> list[str]:

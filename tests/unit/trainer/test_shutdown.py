@@ -249,6 +249,23 @@ async def test_after_a_timeout_of_a_train_worker_the_run_does_not_wait_for_it_ag
     assert around.finished == 0
 
 
+async def test_a_run_does_not_wait_for_train_workers_that_wait_for_the_one_that_failed() -> None:
+    around, clock, stopping = Recorder(), Clock(), StopController()
+    task = Stepping(around, clock, 1, stopping)
+
+    async def fails(version: int) -> Any:
+        async def poll() -> None:
+            raise WorkerTimeoutError("train worker 0 waits in a collective")
+
+        around.poll = poll  # type: ignore[method-assign]
+        raise ValueError("the error of train worker 1")
+
+    task.step = fails  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="train worker 1"):
+        await task.loop.fit(stopping)
+    assert around.finished == 0
+
+
 @pytest.mark.parametrize("second", [ProcessLostError, RuntimeError])
 async def test_dead_train_workers_do_not_hide_the_root_cause(second: type[Exception]) -> None:
     around, clock, stopping = Recorder(), Clock(), StopController()
