@@ -181,7 +181,14 @@ def find_address(config: Config) -> str | None:
 
 
 def find_port_findings(config: Config) -> Iterator[Finding]:
-    """Yield the addresses that a run connects to and that do not answer."""
+    """Yield the addresses that a run connects to and that do not answer, and those to listen on that are taken."""
+    prometheus = config.trainer.prometheus
+    if prometheus.enable:
+        try:
+            socket.create_server((prometheus.host, prometheus.port)).close()
+        except OSError as error:
+            reason = f"{prometheus.host}:{prometheus.port} cannot be listened on ({error.strerror or error})"
+            yield Finding(Severity.WARNING, "trainer.prometheus.port", reason, "set it to a free port")
     addresses = {"ray_kwargs.ray_init.address": find_address(config), "reward.sandbox.url": config.reward.sandbox.url}
     for key, address in addresses.items():
         host, port = _parse_address(address or "")

@@ -186,6 +186,16 @@ def test_addresses_have_to_answer() -> None:
     assert finding.place == f"reward.sandbox.url=http://127.0.0.1:{port}/run"
 
 
+def test_the_port_of_the_metrics_has_to_be_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        config = make_config("trainer.prometheus.enable=True", f"trainer.prometheus.port={port}")
+        [finding] = find_port_findings(config)
+    assert finding.place == "trainer.prometheus.port"
+    assert f"127.0.0.1:{port} cannot be listened on" in finding.problem
+    assert not list(find_port_findings(config))
+
+
 def test_missing_and_old_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = ["torch>=9", "no-such-package", "numpy>=1", 'wandb>=99; extra == "wandb"']
     monkeypatch.setattr(machine, "requires", lambda name: needs)
