@@ -72,8 +72,8 @@ class Completion:
     an input yet. `engine` is the index of the rollout engine that generated it, -1 if unknown. `kept_ids`, if
     requested, are the tokens [tokens, K] among which each new token was drawn: the new token first, then the `top_k`
     most likely ones, in place of those that were dropped the new token again. `logprobs` are normalized over them.
-    `preemptions` counts how often the engine dropped the cache of the request to make room for others; it is no part of
-    the result, and not compared.
+    `preemptions` counts how often the engine dropped the cache of the request to make room for others; it is not part
+    of the result, and not compared.
     """
 
     token_ids: list[int]

@@ -39,7 +39,7 @@ from verl.waiting import with_timeout
 
 DEATH_DETECTION_S = 30.0  # upper bound
 _POLL_S, _REPLY_S = 0.5, 10.0  # while a process is being replaced
-OUTPUT_LINES = 8  # of a dead process, in its error
+OUTPUT_LINES = 8  # how much of the output of a dead process its error shows
 _PORTS = range(20_000, 32_000)  # below the ephemeral ports, which the system could hand out before a server listens
 
 A = TypeVar("A", bound="RemoteActor")

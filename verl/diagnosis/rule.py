@@ -9,7 +9,7 @@ from typing import NamedTuple
 from verl.diagnosis.history import History
 
 Check = Callable[[History], str | None]
-"""Returns the evidence of a problem, with its numbers and in one line; None if there is no problem."""
+"""Returns the evidence of a problem in one line, with its numbers; None without a problem."""
 
 
 @dataclass(frozen=True, slots=True)

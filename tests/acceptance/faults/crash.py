@@ -100,7 +100,7 @@ def find_missing(crash: Crash, assets: Path, index: int) -> list[str]:
         "trainer.save_freq=1",
         "trainer.test_freq=1",
         "trainer.faults.max_restarts=0",
-        "trainer.deadlines.reply=20",  # waited for where the other rank is in a collective
+        "trainer.deadlines.reply=20",  # the wait for a rank that is stuck in a collective
         *crash.settings,
     ]
     plan = f"{crash.method} {crash.call} {crash.rank} {crash.how}"

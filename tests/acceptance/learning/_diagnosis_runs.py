@@ -31,7 +31,7 @@ IN_PROCESS = [
     *("trainer.n_gpus_per_node=1", "trainer.save_freq=-1", "trainer.resume_mode=disable"),
     "trainer.samples.per_step=0",
 ]
-PREEMPTED, TIMES_SLOWER, LEAK_GIB = 4, 3.0, 0.02  # of the simulated runs
+PREEMPTED, TIMES_SLOWER, LEAK_GIB = 4, 3.0, 0.02  # in the simulated runs
 
 
 @dataclass(frozen=True)

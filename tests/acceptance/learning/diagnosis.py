@@ -40,7 +40,7 @@ class Result:
     steps: int
     printed: list[tuple[int, str]]
     found: list[tuple[int, str]]
-    rewards: tuple[float, float]  # of the first and the last ten steps
+    rewards: tuple[float, float]  # means of the first and the last ten steps
 
     def first(self, rule: str) -> int | None:
         return next((step for step, name in self.printed if name == rule), None)

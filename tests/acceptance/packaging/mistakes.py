@@ -186,7 +186,7 @@ def find_changes(mistake: Mistake, answer: Answer) -> list[str]:
         is_corrected = "did you mean" in finding["fix"] or finding["problem"].startswith("is not an option")
         for key, _ in re.findall(_ASSIGNED, finding["fix"]):
             is_free = is_corrected or "remove it" in finding["fix"] or NEUTRAL.fullmatch(key)
-            is_new = finding["severity"] == "error" and _canonical(key) not in kept  # there is no run to change
+            is_new = finding["severity"] == "error" and _canonical(key) not in kept  # no results yet
             if not (is_free or is_new or _canonical(key) in asked | named):
                 faults.append(f"{mistake.written}: suggests {key}, which was not wrong: {finding['fix']}")
     return faults

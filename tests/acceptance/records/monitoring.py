@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def list_settings(folder: Path, port: int, dashboard_port: int | None) -> list[str]:
-    """Return the settings of a run that goes on until it is told to stop; without a port for Ray's, in one process."""
+    """Return the settings of a run that goes on until SIGTERM; without a port for Ray's dashboard, in one process."""
     steps, validation = 100_000, 4
     settings = [
         *sized_for_addition(folder),

@@ -231,7 +231,9 @@ def test_every_row_is_read_and_all_that_is_wrong_with_rows_is_found(folder: Path
         ("data.filter_overlong_prompts=true data.max_prompt_length=1", Severity.ERROR, "none is left"),
     ],
 )
-def test_the_fate_of_long_prompts_is_told(folder: Path, settings: str, severity: Severity, text: str) -> None:
+def test_long_prompts_are_reported_as_they_are_handled(
+    folder: Path, settings: str, severity: Severity, text: str
+) -> None:
     write_rows("train.parquet", [make_row("1+1="), make_row("x" * 99)])
     [finding] = check_prompts(make_config(*settings.split()), 10.0).findings
     assert finding.severity == severity

@@ -23,7 +23,7 @@ class PrometheusConfig(Section):
     enable: bool = setting(False)
     """Serve the metrics of the run and of its vLLM engines at http://HOST:PORT/metrics, for Prometheus."""
     port: int = setting(9090, ge=1, le=65535, only_if=needs(".enable"))
-    """Port of the metrics; a Prometheus server on the same machine has this one too, unless it is told otherwise."""
+    """Port of the metrics; a Prometheus server on the same machine uses 9090 itself by default."""
     host: str = setting("127.0.0.1", only_if=needs(".enable"))
     """Address to listen on; 0.0.0.0: all of the machine. Anyone who reaches it reads the metrics."""
 
