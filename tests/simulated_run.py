@@ -248,8 +248,9 @@ class _World:
             raise Violation(otherwise)
 
     def check_memory(self) -> None:
-        if self.scenario.shares_devices:
-            used = self.model.memory + max(engine.process.memory for engine in self.engines)
+        shares, lent = self.scenario.shares_devices, self.scenario.lent
+        if sharing := [engine for engine in self.engines if shares or engine.number in lent]:
+            used = self.model.memory + max(engine.process.memory for engine in sharing)
             self.check(used <= DEVICE, f"{used} of {DEVICE} parts of a device's memory are in use")
 
     def _check_step(self, version: int, samples: Sequence[SampleHandle], trained: frozenset[int]) -> frozenset[int]:
@@ -411,7 +412,7 @@ class _World:
             reply_timeout_s=ANSWER_S,
             start_timeout_s=START_S,
             max_restarts=MAX_RESTARTS,
-            shares_devices=scenario.shares_devices,
+            shares_devices=scenario.shares_devices or scenario.lent,
         )
         self.weight_sync = WeightSync(self.model, self.supervisor, HostTransport(), PROBE)
         self.pools = [
@@ -432,7 +433,7 @@ class _World:
     async def _update(self, pool: ObservedPool, view: EngineView) -> None:
         await asyncio.sleep(self.delay())
         engines = {engine_id: engine.as_seen_by_workers() for engine_id, engine in view.engines.items()}
-        await pool.update(EngineView(view.version, engines))
+        await pool.update(EngineView(view.version, engines, view.asleep))
 
     async def _scale(self) -> None:
         """Let engines join and leave."""

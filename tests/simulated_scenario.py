@@ -36,6 +36,7 @@ class Scenario:
     is_full_at: int | None  # the position whose samples find a full object store
     save_s: float  # to write a checkpoint
     shares_devices: bool  # engines sleep while the trainer works
+    lent: tuple[int, ...]  # otherwise: the engines that do, since only they use its devices
     changes: int  # engines that join or leave, in each life of the controller
     change_every_s: float
 
@@ -73,6 +74,7 @@ class Scenario:
             is_full_at=more.randint(0, 20) if more.random() < 0.05 else None,
             save_s=more.choice([0.0, 0.0, 20.0, 200.0]),
             shares_devices=False,
+            lent=(),
             changes=0,
             change_every_s=0.0,
         )
@@ -81,6 +83,9 @@ class Scenario:
             scenario = replace(scenario, together=False, max_staleness=staleness)
         shares = random.Random(f"shares {seed}").random() < (0.7 if scenario.is_synchronous else 0.4)
         scenario = replace(scenario, shares_devices=shares)
+        lends = random.Random(f"lends {seed}")
+        if not scenario.together and not shares and engines > 1 and lends.random() < 0.3:
+            scenario = replace(scenario, lent=tuple(range(lends.randint(1, engines - 1), engines)))
         if not scenario.is_synchronous:
             ahead = random.Random(f"ahead {seed}")
             run_ahead = scenario.max_staleness * ahead.choice([0.25, 0.5, 1.0])

@@ -99,7 +99,7 @@ def count_group_devices(config: Config | SftConfig) -> int:
     """Return the devices of the train workers that have to be on one node: those of the widest engine on them."""
     if isinstance(config, SftConfig):
         return 1
-    shared = config.actor_rollout_ref.hybrid_engine
+    shared = config.actor_rollout_ref.hybrid_engine or count_lent_engines(config) > 0
     widths = [count_engine_devices(config) if shared else 1]
     if config.reward.reward_model.enable:
         widths.append(config.reward.reward_model.rollout.tensor_model_parallel_size)
@@ -119,6 +119,13 @@ def count_engines(config: Config) -> int:
     if rollout.num_engines is not None and not config.trainer.local:
         return rollout.num_engines
     return max(1, count_rollout_devices(config) // count_engine_devices(config))
+
+
+def count_lent_engines(config: Config) -> int:
+    """Return the number of rollout engines on devices that the train workers lend, in addition to `count_engines`."""
+    if config.actor_rollout_ref.hybrid_engine or not config.actor_rollout_ref.rollout.lend_train_devices:
+        return 0
+    return count_train_ranks(config) // count_engine_devices(config)
 
 
 def count_engine_devices(config: Config) -> int:

@@ -106,7 +106,7 @@ def list_engines(config: Config | SftConfig) -> list[tuple[str, RolloutConfig | 
 def frees_engine_memory(config: Config, device: str) -> bool:
     """Whether rollout engines sleep while the train workers on the same devices work."""
     if not config.actor_rollout_ref.hybrid_engine:
-        return False
+        return config.actor_rollout_ref.rollout.lend_train_devices
     wanted = config.actor_rollout_ref.rollout.free_cache_engine
     return device != "cpu" if wanted is None else wanted
 

@@ -108,9 +108,9 @@ def _on_rank(config: Config, tokens: int) -> PassSize:
 
 
 def _engine(config: Config) -> EngineMemory | None:
-    if not config.actor_rollout_ref.hybrid_engine:
-        return None  # it has devices of its own
     rollout = config.actor_rollout_ref.rollout
+    if not (config.actor_rollout_ref.hybrid_engine or rollout.lend_train_devices):
+        return None  # it has devices of its own
     return EngineMemory(
         ModelShape.from_config(require_config(config.actor_rollout_ref.model.path)),
         share=rollout.gpu_memory_utilization,

@@ -121,10 +121,14 @@ class ManagedEngine(RolloutEngine, Protocol):
 
 @dataclass(frozen=True)
 class EngineView:
-    """The engines that pools send requests to, each a `ManagedEngine`, by id. A newer view has a higher version."""
+    """The engines that pools send requests to, each a `ManagedEngine`, by id. A newer view has a higher version.
+
+    Engines that are `asleep` get new requests only if no other engine is available.
+    """
 
     version: int
     engines: Mapping[int, Any]
+    asleep: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, engines: Iterable[Any]) -> EngineView:

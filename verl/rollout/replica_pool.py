@@ -46,6 +46,7 @@ class Replica(Generic[M]):
     handle: M
     is_ready: bool = True
     has_left: bool = False  # for good; requests may still run on it
+    is_asleep: bool = False  # requests would wait
     reason: str = ""  # why it was lost
     load: int = 0  # outstanding tokens
     last_finish: float = -math.inf  # when it last finished a request
@@ -134,7 +135,7 @@ class ReplicaPool(ABC, Generic[M]):
         while True:
             ready = [replica for replica in self._replicas.values() if replica.is_ready]
             if free := [replica for replica in ready if preferred is None or not replica.has_batch]:
-                return min(free, key=lambda one: (one.id != preferred, one.load, one.tie_break))
+                return min(free, key=lambda one: (one.id != preferred, one.is_asleep, one.load, one.tie_break))
             timeout_s = self._recovery_timeout_s
             if not ready:
                 timeout_s += self._unavailable_since - clock()
@@ -147,11 +148,15 @@ class ReplicaPool(ABC, Generic[M]):
                 await with_timeout(self._changed.wait(), timeout_s)
 
     def _prefer_cached(self, least_loaded: Replica[M], affinity: PromptAffinity, tokens: int) -> Replica[M]:
-        """Return the replica that knows the prompt, unless it has too much to do; the prompt then moves."""
-        if affinity.replica_id is not None:
-            known = self._replicas.get(affinity.replica_id)
-            if known is not None and known.is_ready and known.load - least_loaded.load <= SPILL * tokens:
-                return known
+        """Return the replica that knows the prompt, unless it sleeps or has too much to do; the prompt then moves."""
+        known = None if affinity.replica_id is None else self._replicas.get(affinity.replica_id)
+        if (
+            known is not None
+            and known.is_ready
+            and known.is_asleep <= least_loaded.is_asleep
+            and known.load - least_loaded.load <= SPILL * tokens
+        ):
+            return known
         affinity.replica_id = least_loaded.id
         return least_loaded
 
@@ -246,7 +251,8 @@ class EnginePool(ReplicaPool[ManagedEngine]):
             for replica in left:
                 self._forget(replica)
             for engine_id, engine in view.engines.items():
-                self._replicas.setdefault(engine_id, Replica(engine_id, engine))
+                replica = self._replicas.setdefault(engine_id, Replica(engine_id, engine))
+                replica.is_asleep = engine_id in view.asleep
             self._check_available()
             self._notify()
         while any(replica.load for replica in left):

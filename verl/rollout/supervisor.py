@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
@@ -82,6 +82,7 @@ class EngineSlot:
     reason: str = ""  # why it was lost the last time
     down_since: float = 0.0
     joins: bool = False  # during the run, and was not ready yet
+    shares_device: bool = False  # with the trainer
     was_lost: asyncio.Event = field(default_factory=asyncio.Event)
     is_silent: asyncio.Event = field(default_factory=asyncio.Event)  # none of its processes is enabled
     has_settled: asyncio.Event = field(default_factory=asyncio.Event)  # none of its processes is starting
@@ -102,8 +103,10 @@ class EngineSupervisor:
     engine as lost if there is no reply within `reply_timeout_s`; the weight sync reports losses, too. A lost engine is
     ended and started again (each within `start_timeout_s`), synced to the current weights and enabled. After
     `max_restarts` failures in a row the engine is given up and the run continues with the others; with none left,
-    `run_while_available` and `active` raise. Every change of state is reported. With `shares_devices`, engines sleep
-    and none starts between `free_devices` and `allow_starts`.
+    `run_while_available` and `active` raise. Every change of state is reported.
+
+    Engines that share devices with the trainer (`shares_devices`: all, none, or their ids) sleep, and none of them
+    starts, between `free_devices` and `allow_starts`. If only some do, pools send new requests to the others meanwhile.
 
     An engine that joins is started, synced, probed and enabled like one that was lost; then it is in the `view`, which
     pools, also in other processes, follow. An engine that leaves is withdrawn from the view, and finishes its requests.
@@ -120,16 +123,19 @@ class EngineSupervisor:
         start_timeout_s: float = 1200.0,
         max_restarts: int = 5,
         backoff_s: float = 1.0,
-        shares_devices: bool = False,
+        shares_devices: bool | Collection[int] = False,
     ) -> None:
         self._report, self.view = report, EngineView.of(engines)
-        self._slots = {engine_id: EngineSlot(engine_id, engine) for engine_id, engine in self.view.engines.items()}
+        self._sharing = shares_devices
+        self._slots = {
+            engine_id: EngineSlot(engine_id, engine, shares_device=self._shares_device(engine_id))
+            for engine_id, engine in self.view.engines.items()
+        }
         self._next_id = len(self._slots)
         self._followers: list[Callable[[EngineView], Awaitable[None]]] = []
         self._heartbeat_s, self._reply_timeout_s = heartbeat_s, reply_timeout_s
         self._start_timeout_s = start_timeout_s
         self._max_restarts, self._backoff_s = max_restarts, backoff_s
-        self.shares_devices = shares_devices
         self._sync_one: Callable[[int], Awaitable[None]] | None = None
         self._publishing: asyncio.Future[Any] | None = None  # the event loop keeps only weak references
         self._has_failed = False
@@ -155,7 +161,9 @@ class EngineSupervisor:
         """Let an engine join during the run; return its id. `spawn` returns the engine, not yet started, for its id."""
         engine_id = self._next_id
         self._next_id += 1
-        slot = self._slots[engine_id] = EngineSlot(engine_id, spawn(engine_id), joins=True)
+        shares_device = self._shares_device(engine_id)
+        slot = EngineSlot(engine_id, spawn(engine_id), joins=True, shares_device=shares_device)
+        self._slots[engine_id] = slot
         slot.down_since = asyncio.get_running_loop().time()
         self._start_task(slot, self._supervise(slot))
         return engine_id
@@ -182,10 +190,25 @@ class EngineSupervisor:
         """Call `follower` with each new view; it returns when it has no request left on engines outside the view."""
         self._followers.append(follower)
 
-    def _publish(self, engines: Mapping[int, Any]) -> asyncio.Future[Any]:
+    def _publish(
+        self, engines: Mapping[int, Any] | None = None, asleep: frozenset[int] | None = None
+    ) -> asyncio.Future[Any]:
         """Let pools send requests to `engines` only. The result is done when all followers have changed over."""
-        self.view = EngineView(self.view.version + 1, engines)
+        self.view = EngineView(
+            self.view.version + 1,
+            self.view.engines if engines is None else engines,
+            self.view.asleep if asleep is None else asleep,
+        )
         return asyncio.gather(*(follower(self.view) for follower in self._followers))
+
+    def _publish_sleep(self, asleep: Iterable[int]) -> None:
+        """Let pools prefer engines that do not sleep, if there are any."""
+        if not isinstance(self._sharing, bool) and self.view.asleep != (ids := frozenset(asleep)):
+            self._start_publishing(self._publish(asleep=ids))
+
+    def _start_publishing(self, publishing: asyncio.Future[Any]) -> None:
+        self._publishing = publishing
+        publishing.add_done_callback(self._on_task_done)
 
     async def run_while_available(self, work: Awaitable[T]) -> T:
         """Return the result of `work`; raise as soon as no engine is left that it could wait for."""
@@ -233,12 +256,25 @@ class EngineSupervisor:
             return
         self._set_state(slot, EngineState.READY)
         if engine_id not in self.view.engines:
-            self._publishing = self._publish({**self.view.engines, engine_id: slot.engine})
-            self._publishing.add_done_callback(self._on_task_done)
+            self._start_publishing(self._publish({**self.view.engines, engine_id: slot.engine}))
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether engines share devices with the trainer."""
+        return bool(self._sharing)
+
+    @property
+    def engines_of_trainer(self) -> list[Any]:
+        """The engines that share devices with the trainer."""
+        return [slot.engine for slot in self._slots.values() if slot.shares_device]
+
+    def _shares_device(self, engine_id: int) -> bool:
+        return self._sharing if isinstance(self._sharing, bool) else engine_id in self._sharing
 
     async def free_devices(self) -> None:
         self._may_start.clear()
-        slots = list(self._slots.values())
+        slots = [slot for slot in self._slots.values() if slot.shares_device]
+        self._publish_sleep(slot.engine_id for slot in slots)
         await asyncio.gather(*(slot.has_settled.wait() for slot in slots))
         asleep = await asyncio.gather(*(self._put_to_sleep(slot) for slot in slots))
         for slot, is_asleep in zip(slots, asleep, strict=True):
@@ -247,6 +283,7 @@ class EngineSupervisor:
 
     def allow_starts(self) -> None:
         self._may_start.set()
+        self._publish_sleep(())
 
     async def _put_to_sleep(self, slot: EngineSlot) -> bool:
         """Return whether the engine sleeps; if not, it is lost, or has not started."""
@@ -302,7 +339,7 @@ class EngineSupervisor:
         self._fail_without_engines()
 
     async def _start_process(self, slot: EngineSlot) -> None:
-        while not self._may_start.is_set():
+        while slot.shares_device and not self._may_start.is_set():
             await self._may_start.wait()
         slot.has_settled.clear()
         slot.has_ended.clear()
@@ -347,7 +384,7 @@ class EngineSupervisor:
 
     def _check_ended(self, slot: EngineSlot, reason: str) -> None:
         """Raise if an engine that will not be started again may still serve requests or use a shared device."""
-        must_end = slot.has_ended if self.shares_devices else slot.is_silent
+        must_end = slot.has_ended if slot.shares_device else slot.is_silent
         if not must_end.is_set():  # its machine may only be unreachable from here
             raise ProcessLostError(
                 f"rollout engine {slot.engine_id} could not be ended, and may still serve old weights or use its "

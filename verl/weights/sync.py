@@ -110,8 +110,10 @@ Transport = HostTransport | DeviceTransport
 class Receivers(Protocol):
     """The engines of a run by id. `WeightSync` asks which of them take part in a sync, and reports what it observes."""
 
-    shares_devices: bool
-    """Whether receivers and source use the same devices, so that receivers have to sleep while the source trains."""
+    @property
+    def shares_devices(self) -> bool:
+        """Whether receivers use devices of the source, so that they have to sleep while the source trains."""
+        ...
 
     def active(self) -> Mapping[int, Receiver]:
         """Return the receivers that a sync goes to."""

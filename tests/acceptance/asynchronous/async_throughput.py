@@ -102,14 +102,16 @@ def describe_separate(before: Figures, split: float, separate: Figures | None) -
 
 
 def compare_runs(steps: int) -> dict[str, Any]:
-    """Return the seconds per step of real runs on this machine: synchronous, shared, and separate."""
+    """Return the seconds per step of real runs here: synchronous, shared, separate, and with a lent device."""
     from verl.demo.assets import make_assets
 
     figures: dict[str, Any] = {}
+    separate = ["actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
     modes = {
         "synchronous": [],
         "shared": ["trainer.max_staleness=2"],
-        "separate": ["trainer.max_staleness=2", "actor_rollout_ref.hybrid_engine=False"],
+        "separate": ["trainer.max_staleness=2", *separate],
+        "lent": ["trainer.max_staleness=2", *separate, "actor_rollout_ref.rollout.lend_train_devices=True"],
     }
     with tempfile.TemporaryDirectory(prefix="verl-async-") as directory:
         make_assets(Path(directory))

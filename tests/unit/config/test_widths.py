@@ -128,3 +128,13 @@ def test_engines_on_cpus_have_no_stages_and_no_distributed_experts() -> None:
     assert refused.value.problems == [problem]
     assert problem.endswith(f"set {R}.expert_parallel_size=1")
     check_engine_layout(find_config(*layout), "cuda")
+
+
+def test_lent_devices_have_room_for_whole_engines_and_get_weights_through_host_memory() -> None:
+    own = ("actor_rollout_ref.hybrid_engine=False", f"{R}.n_gpus_per_node=4", "trainer.device=cuda")
+    lending = (*own, f"{R}.lend_train_devices=True")
+    assert find_problems(*lending, "trainer.n_gpus_per_node=2", f"{R}.tensor_model_parallel_size=2") == []
+    [problem] = find_problems(*lending, "trainer.n_gpus_per_node=3", f"{R}.tensor_model_parallel_size=2")
+    assert "lend_train_devices: True is not possible: an engine needs 2 devices of one node" in problem
+    [problem] = find_problems(*lending, f"{R}.weight_transport=nccl")
+    assert "nccl does not reach both kinds of engines" in problem

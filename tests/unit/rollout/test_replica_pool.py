@@ -358,6 +358,23 @@ async def test_an_engine_that_joined_gets_requests() -> None:
 
 
 @in_simulated_time
+async def test_an_engine_that_sleeps_gets_requests_only_if_no_other_is_ready() -> None:
+    engines = [Engine(), Engine()]
+    present = dict(enumerate(engines))
+    pool = ObservedPool(view(0, present))
+    generate = pool.start_episode()
+    first = (await generate([1], SHORT)).engine
+    await pool.update(EngineView(1, present, frozenset({first})))
+    assert (await generate([1, 2], SHORT)).engine == 1 - first, "a turn does not wait for the engine that knows it"
+    replies = await asyncio.gather(*(pool.generate([prompt], SHORT) for prompt in range(6)))
+    assert {reply.engine for reply in replies} == {1 - first}
+    engines[1 - first].die()
+    assert (await pool.generate([7], SHORT)).engine == first
+    await pool.update(view(2, present))
+    assert (await pool.generate([8], SHORT)).engine == first, "the other is lost"
+
+
+@in_simulated_time
 async def test_an_engine_that_left_finishes_its_requests_and_gets_no_more() -> None:
     engines = [Engine(), Engine()]
     pool = ObservedPool(EngineView.of(engines))

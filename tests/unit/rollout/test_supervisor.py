@@ -397,6 +397,33 @@ async def test_training_waits_for_an_engine_that_is_starting_and_puts_it_to_slee
     assert run.states() == ["ready", "ready"]
 
 
+@scene(2, shares_devices=[1])
+async def test_only_engines_on_lent_devices_sleep_and_pools_prefer_the_others(run: Scene) -> None:
+    await run.weights.free_devices()
+    assert [engine.is_asleep for engine in run.engines] == [False, True]
+    assert run.supervisor.view.asleep == {1}
+    await run.step(1)
+    assert [engine.is_asleep for engine in run.engines] == [False, False]
+    assert [engine.held for engine in run.engines] == [1, 1]
+    assert run.supervisor.view.asleep == set()
+    await asyncio.sleep(1)
+    assert run.views == [[0, 1]] * 2, "a view for each change"
+
+
+@scene(2, shares_devices=[1])
+async def test_an_engine_on_its_own_devices_is_restarted_while_the_trainer_uses_those_that_it_lends(run: Scene) -> None:
+    await run.weights.free_devices()
+    for engine in run.engines:
+        engine.is_up = False
+    await asyncio.sleep(100)
+    assert [engine.starts for engine in run.engines] == [1, 0]
+    assert run.states() == ["syncing", "restarting"], "the trained weights are not yet those of the engines"
+    await run.step(1)
+    await asyncio.sleep(100)
+    assert run.states() == ["ready", "ready"]
+    assert [engine.weight for engine in run.engines] == [1.0, 1.0]
+
+
 @scene(1)
 async def test_engines_on_devices_of_their_own_do_not_sleep(run: Scene) -> None:
     await run.weights.free_devices()

@@ -46,6 +46,15 @@ def test_engines_alone_own_their_devices() -> None:
     assert pool.spawned == [(0, 2, ""), (2, 2, "")]
 
 
+def test_engines_on_lent_devices_are_added_to_those_with_devices_of_their_own() -> None:
+    own: Any = RecordingPool(2)
+    lent: Any = RecordingPool(4)
+    config = config_of(*OWN_DEVICES, f"{R}.lend_train_devices=True", f"{R}.tensor_model_parallel_size=2")
+    assert len(EnginePlacer(config, own, "cuda").spawn_first()) == 1
+    assert len(EnginePlacer(config, lent, "cuda", ["a", "b", "c", "d"], first_id=1).spawn_first()) == 2
+    assert (own.spawned, lent.spawned) == ([(0, 2, "")], [(0, 0, "a,b"), (2, 0, "c,d")])
+
+
 def test_more_engines_than_cores_share_them_so_that_all_can_start() -> None:
     pool: Any = RecordingPool(4)
     place_engines(config_of(f"{R}.num_engines=8"), pool, "cpu")

@@ -49,8 +49,10 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
         return
     needs = f"with {_STALENESS}={staleness}, engines sleep under running requests"
     if not get_rollout_engine(rollout.name).capabilities.continues_requests:
-        fix = "=false, or actor_rollout_ref.hybrid_engine=False"
-        yield Conflict(f"{ROLLOUT}.free_cache_engine", f"{needs}, which {rollout.name} does not support", fix)
+        key, fix = "free_cache_engine", "=false, or actor_rollout_ref.hybrid_engine=False"
+        if not config.actor_rollout_ref.hybrid_engine:
+            key, fix = "lend_train_devices", "=False"
+        yield Conflict(f"{ROLLOUT}.{key}", f"{needs}, which {rollout.name} does not support", fix)
     model = config.reward.reward_model
     if model.enable and "gpu_memory_utilization" not in get_rollout_engine(model.rollout.name).capabilities.settings:
         reason = f"{model.rollout.name} would score in the memory of the model that is trained: {needs}"

@@ -14,6 +14,7 @@ from verl.config.schema.reward import RewardRolloutConfig
 from verl.config.schema.rollout import RolloutConfig
 
 _HYBRID = "actor_rollout_ref.hybrid_engine"
+_LENDING = f"{ROLLOUT}.lend_train_devices"
 
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
@@ -24,7 +25,8 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
         yield from _check_width(config, section, engine)
     limited = list_rollout_engines(supporting="gpu_memory_utilization")
     used = [engine.gpu_memory_utilization for _, engine in list_engines(config) if engine.name in limited]
-    if config.trainer.device == "cuda" and config.actor_rollout_ref.hybrid_engine and sum(used) > 1:
+    is_shared = config.actor_rollout_ref.hybrid_engine or config.actor_rollout_ref.rollout.lend_train_devices
+    if config.trainer.device == "cuda" and is_shared and sum(used) > 1:
         shares = " + ".join(f"{share:g}" for share in used)
         yield Conflict(
             f"{ROLLOUT}.gpu_memory_utilization",
@@ -45,6 +47,8 @@ def _check_transports(config: Config) -> Iterator[Conflict]:
         yield Conflict(key, f"{transport} is not supported by rollout.name={rollout.name}", "=host")
     elif is_direct and rollout.python is not None:
         yield Conflict(key, f"{transport} does not reach another Python environment ({ROLLOUT}.python)", "=host")
+    elif is_direct and rollout.lend_train_devices:
+        yield Conflict(key, f"{transport} does not reach both kinds of engines ({_LENDING}=True)", "=host")
     elif is_direct and (transport == "ipc") != is_shared:
         # NCCL refuses two processes on one device; CUDA IPC does not reach other devices.
         other, where = ("ipc", "the same devices") if transport == "nccl" else ("nccl", "devices of their own")
@@ -69,6 +73,12 @@ def _check_separate_devices(config: Config) -> Iterator[Conflict]:
         yield Conflict(_HYBRID, "False is not possible with trainer.local=true, which runs all in one process", "=True")
     elif config.actor_rollout_ref.rollout.n_gpus_per_node is None:
         yield Conflict(f"{ROLLOUT}.n_gpus_per_node", f"engines need devices of their own with {_HYBRID}=False", "=N")
+    width, per_node = count_engine_devices(config), config.trainer.n_gpus_per_node
+    if config.actor_rollout_ref.rollout.lend_train_devices and per_node % width:
+        reason = (
+            f"an engine needs {width} devices of one node, and trainer.n_gpus_per_node={per_node} is not a multiple"
+        )
+        yield Conflict(_LENDING, f"True is not possible: {reason}", "=False")
 
 
 def _check_width(config: Config, section: str, engine: RolloutConfig | RewardRolloutConfig) -> Iterator[Conflict]:

@@ -125,6 +125,8 @@ class RolloutConfig(Section):
     """Nodes of the engines' own devices; null: one."""
     n_gpus_per_node: Count | None = setting(None, unit="devices", only_if=_HAS_OWN_DEVICES)
     """The engines' own devices on each of their nodes."""
+    lend_train_devices: bool = setting(False, only_if=_HAS_OWN_DEVICES)
+    """More engines on the devices of the train workers: they generate while those wait, and sleep while they train."""
     total_rollout_steps: Count | None = setting(None, unit="prompts")
     """Prompts of the run; sets trainer.total_training_steps to this / data.train_batch_size; null: not given."""
     tensor_model_parallel_size: Count = setting(1, unit="devices", only_if=_HAS_SUPPORT)

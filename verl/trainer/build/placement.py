@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from verl.cluster.device_pool import DevicePool, PlacementPool
-from verl.config.batch_sizes import count_engine_devices, count_engines
+from verl.config.batch_sizes import count_engine_devices, count_engines, count_lent_engines
 from verl.config.features import scores_responses, transport_name
 from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema.root import Config
@@ -48,6 +48,7 @@ class EnginePlacer:
         accelerators: Sequence[str] | None = None,
         *,
         load_format: str | None = None,
+        first_id: int = 0,
     ) -> None:
         """Spawn nothing yet.
 
@@ -57,11 +58,14 @@ class EnginePlacer:
             device: The type of the devices.
             accelerators: Those of the train workers, by rank; None: there are none, and engines own their devices.
             load_format: Replaces the setting.
+            first_id: The id of the first engine.
         """
         self._config, self._pool, self._device, self._accelerators = config, pool, device, accelerators
         self._load_format = load_format
-        self._count, self._width = count_engines(config), count_engine_devices(config)
-        self._places = {index: index for index in range(self._count)}  # engine -> place in the devices of the run
+        is_lent = accelerators is not None and not config.actor_rollout_ref.hybrid_engine
+        self._count = count_lent_engines(config) if is_lent else count_engines(config)
+        self._width = count_engine_devices(config)
+        self._places = {first_id + place: place for place in range(self._count)}  # engine -> place in the devices
         self._reserved: dict[int, DevicePool] = {}  # engine -> devices that were reserved for it alone
         self._pending: DevicePool | None = None
         at_once = -(-self._count * self._width // pool.count)  # engines on a device; several only on CPU cores
@@ -69,7 +73,7 @@ class EnginePlacer:
 
     def spawn_first(self) -> list[RemoteEngine]:
         """Spawn the engines that a run begins with."""
-        return [self._spawn(self._pool, index, index, self._share) for index in range(self._count)]
+        return [self._spawn(self._pool, place, index, self._share) for index, place in self._places.items()]
 
     def describe_limit(self, count: int) -> str:
         """Return why there cannot be `count` engines; empty if there can."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from verl.cluster.device_pool import DevicePool
 from verl.cluster.hangs.pending_calls import MARGIN_S
 from verl.config.batch_sizes import (
     count_engine_devices,
+    count_lent_engines,
     count_rollout_devices,
     count_total_steps,
     count_train_ranks,
@@ -127,8 +128,12 @@ class RLBuilder(RunBuilder[Config]):
         else:
             placer = EnginePlacer(self.config, await self.reserve_rollout_devices(), self.device)
         self._closing.callback(placer.close)
-        shares_devices = frees_engine_memory(self.config, self.device)
         engines = placer.spawn_first()
+        shares_devices: bool | range = frees_engine_memory(self.config, self.device)
+        if count_lent_engines(self.config):
+            lent = EnginePlacer(self.config, self.pool, self.device, devices, first_id=len(engines)).spawn_first()
+            shares_devices = range(len(engines), len(engines) + len(lent))
+            engines += lent
         supervisor = build_supervisor(self.config, engines, self.restarts, shares_devices=shares_devices)
         reward_models = place_reward_models(self.config, self.pool, self.device, devices)
         starting = self.start_engines(supervisor, reward_models)
@@ -172,13 +177,14 @@ class RLBuilder(RunBuilder[Config]):
 
     async def build_throughput(self, policy: PolicyGroup) -> Throughput:
         devices, config = self.pool.count, self.config
-        shares_devices = config.actor_rollout_ref.hybrid_engine
+        has_own_engines = not config.actor_rollout_ref.hybrid_engine
+        may_overlap = has_own_engines or not frees_engine_memory(config, self.device)
         throughput = Throughput(
             devices,
-            devices if shares_devices else count_rollout_devices(config),
+            count_rollout_devices(config) + count_lent_engines(config) * count_engine_devices(config),
             config.actor_rollout_ref.actor.ppo_epochs,
-            is_asynchronous=config.trainer.max_staleness > 0 and not frees_engine_memory(config, self.device),
-            has_own_engines=not shares_devices,
+            is_asynchronous=config.trainer.max_staleness > 0 and may_overlap,
+            has_own_engines=has_own_engines,
         )
         device = None if self.device == "cpu" else find_device(await policy.device_name())
         if device is None:
@@ -312,8 +318,7 @@ class RLBuilder(RunBuilder[Config]):
 
         async def start_rollout() -> None:
             await asyncio.gather(*(engine.start() for engine in supervisor.engines))
-            if supervisor.shares_devices:
-                await asyncio.gather(*(engine.sleep() for engine in supervisor.engines))
+            await asyncio.gather(*(engine.sleep() for engine in supervisor.engines_of_trainer))
 
         async def start_rewards() -> None:
             if self.device != "cpu":
@@ -342,7 +347,7 @@ def build_supervisor(
     engines: Sequence[RemoteEngine],
     restarts: RestartTracker,
     *,
-    shares_devices: bool = False,
+    shares_devices: bool | Collection[int] = False,
 ) -> EngineSupervisor:
     limits = timeouts(config)
     return EngineSupervisor(
