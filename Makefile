@@ -6,7 +6,7 @@ BY_FILE = -n 2 --dist loadfile # tests of one file share an engine; while one st
 ROTATION ?= due # what CI runs at this commit (tests/rotation.py); all: every test
 SHOWS = $(basename $(notdir $(wildcard tests/acceptance/*/[a-z]*.py)))
 
-.PHONY: help setup pins fmt check unit test e2e bench docs site show-short gpu-smoke
+.PHONY: help setup pins fmt check style unit test e2e bench docs site show-short gpu-smoke
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
 	@echo "show-NAME     acceptance tests, each ends with one JSON line: $(SHOWS)"
@@ -26,11 +26,13 @@ fmt: ## format, and fix what can be fixed automatically
 	$(PYTHON) -m ruff check --fix .
 
 check: ## style, types, layers, unit tests: two minutes
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target style unit # mypy uses one core
+
+style: ## style, types, layers
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	PYTHONPATH=. $(PYTHON) -c "import sys; from importlinter.cli import lint_imports_command as c; c()"
-	$(PYTEST) -n auto tests/unit
 
 unit: ## unit tests: no processes
 	$(PYTEST) -n auto tests/unit

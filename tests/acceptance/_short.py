@@ -36,6 +36,7 @@ ROTATION = (
         "first_contact",
         "async_simulation",
         "replay",
+        "resume",
     ),
     ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading", "slurm", "inflight", "report", "crash"),
     ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge", "async_throughput", "elastic", "audit"),
@@ -75,9 +76,10 @@ ROTATION = (
         "scale",
         "async_resume",
         "monitoring",
+        "parity",
     ),
 )
-LONG = ("learning", "parity", "resume")  # run at every commit, and start first, as do those of the rotation
+LONG = ("learning",)  # runs at every commit, and starts first, as do those of the rotation
 AT_ONCE = 2  # while one waits for its engines to start, the other works
 
 
