@@ -34,7 +34,10 @@ def _rules(rules: tuple[Rule, ...]) -> Iterator[str]:
         yield f"{rule.meaning}\n"
         yield f"- **Looks at** {metrics}."
         yield f"- **Warns if:** {rule.limits}"
-        yield f"- **Remedy:** {rule.remedy[0].upper()}{rule.remedy[1:]}.\n"
+        yield f"- **Remedy:** {rule.remedy[0].upper()}{rule.remedy[1:]}."
+        if rule.sft_remedy not in ("", rule.remedy):
+            yield f"- **In supervised fine-tuning:** {rule.sft_remedy[0].upper()}{rule.sft_remedy[1:]}."
+        yield ""
 
 
 if __name__ == "__main__":

@@ -185,6 +185,7 @@ def _make_warnings(size: Size, is_hostile: bool) -> Iterator[dict[str, Any]]:
         "time": BEGAN + 40 * step,
         "text": "1 optimizer step(s) were skipped: the gradient was not finite; check reward/min and reward/max for "
         "outliers; try a lower actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.grad_clip=0.5",
+        "rule": "skipped-steps",
     }
     yield {
         "step": int(size.steps * 0.15),

@@ -29,6 +29,13 @@ def step(number: int, at: float, **more: Any) -> dict[str, Any]:
     return {"step": number, "time": at, "reward/mean": number / 100, "timing_s/step": 10.0, **more}
 
 
+class SimulatedTime:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 class Lines(Console):
     """A console that keeps its lines."""
 
@@ -108,6 +115,41 @@ def test_once_prints_the_current_state_and_exits(tmp_path: Path, capsys: pytest.
     assert "\x1b" not in text
     assert main(["watch", str(tmp_path / "missing"), "--once"]) == 2
     assert "is not a folder" in capsys.readouterr().err
+
+
+def test_rules_are_applied_to_a_run_that_does_not_record_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimulatedTime()
+    monkeypatch.setattr("verl.commands.runs.watch.time", clock)
+    append(tmp_path, "metrics", step(1, 101.0, **{"actor/kl_loss": 9.0}))
+    watcher = Watcher(tmp_path, console := Lines())
+    watcher.begin()
+    assert console.history.warning_count == 1
+    assert "actor/kl_loss is 9" in console.history.last_warning
+    console.take()
+    append(tmp_path, "metrics", step(2, 102.0, **{"actor/kl_loss": 9.0, "response_length/clip_ratio": 0.9}))
+    watcher.poll()
+    assert len(console.take()) == 1, "the run may write its warning a moment later"
+    clock.now += 10.0
+    watcher.poll()
+    [line] = console.take()
+    assert line.startswith("! 90% of the responses were truncated")
+    assert line.endswith("(verl explain truncated-responses)")
+
+
+def test_a_warning_that_the_run_records_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimulatedTime()
+    monkeypatch.setattr("verl.commands.runs.watch.time", clock)
+    watcher = Watcher(tmp_path, console := Lines())
+    watcher.begin()
+    append(tmp_path, "metrics", step(1, 101.0, **{"actor/kl_loss": 9.0}))
+    watcher.poll()
+    append(tmp_path, "warnings", {"step": 1, "time": 101.0, "text": "too fast", "rule": "kl-explosion"})
+    watcher.poll()
+    clock.now += 10.0
+    watcher.poll()
+    assert [line for line in console.take() if line.startswith("!")] == ["! too fast (verl explain kl-explosion)"]
 
 
 def test_ctrl_c_ends_the_command_with_code_0(tmp_path: Path) -> None:

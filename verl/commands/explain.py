@@ -67,7 +67,10 @@ def _render_rule(rule: Rule) -> Iterator[str]:
         ("looks at", ", ".join(rule.metrics)),
         ("warns if", rule.limits),
         ("remedy", f"{rule.remedy[0].upper()}{rule.remedy[1:]}."),
+        ("remedy in supervised fine-tuning", rule.sft_remedy and f"{rule.sft_remedy[0].upper()}{rule.sft_remedy[1:]}."),
     ):
+        if not text:
+            continue
         yield f"  {title}:"
         yield from _wrap(text, "    ")
 

@@ -73,6 +73,11 @@ def _find_slow_rank(run: History) -> str | None:
     )
 
 
+_INSPECT_DEVICE = (
+    "look at clocks, temperature and errors of its device (`nvidia-smi -q`) and at the programs on its machine; "
+    "exclude the machine if it stays slow"
+)
+
 SLOW_RANK = Rule(
     "slow-rank",
     _find_slow_rank,
@@ -86,10 +91,8 @@ SLOW_RANK = Rule(
         f"The median of {_SLOW_STEPS} steps is above {_SLOW:g} times the time of the median rank, and the same rank is "
         f"the slowest in {_SAME_RANK_STEPS} of them: noise does not choose the same rank."
     ),
-    remedy=(
-        "look at clocks, temperature and errors of its device (`nvidia-smi -q`) and at the programs on its machine; "
-        "exclude the machine if it stays slow"
-    ),
+    remedy=_INSPECT_DEVICE,
+    sft_remedy=_INSPECT_DEVICE,
 )
 
 
@@ -111,6 +114,11 @@ def _find_memory_growth(run: History) -> str | None:
     return None
 
 
+_FIND_LEAK = (
+    "look for lists and caches in custom functions that grow with each call; until it is found, save often enough "
+    "(`trainer.save_freq=20`): a run that was killed resumes with the same command"
+)
+
 MEMORY_GROWTH = Rule(
     "memory-growth",
     _find_memory_growth,
@@ -124,8 +132,6 @@ MEMORY_GROWTH = Rule(
         f"the run, of at least {_PART_STEPS} steps each, rise each time without slowing down, by more than "
         f"{_MIN_GIB:g} GiB and {_MIN_GROWTH - 1:.0%} in all."
     ),
-    remedy=(
-        "look for lists and caches in custom functions that grow with each call; until it is found, save often enough "
-        "(`trainer.save_freq=20`): a run that was killed resumes with the same command"
-    ),
+    remedy=_FIND_LEAK,
+    sft_remedy=_FIND_LEAK,
 )

@@ -10,13 +10,18 @@ from verl.diagnosis.rule import Advice, Rule
 from verl.diagnosis.rules import RULES
 
 Metrics = Mapping[str, float]
+REMIND_AFTER = 50
+"""The steps after which advice of the same rule is repeated."""
 
 
 class Diagnosis:
-    """The problems of one run. Advice of the same rule is repeated only after `remind_after` steps."""
+    """The problems of one run. Advice of the same rule is repeated only after `remind_after` steps.
 
-    def __init__(self, remind_after: int = 50, rules: Sequence[Rule] = RULES) -> None:
-        self._remind_after, self._rules = remind_after, rules
+    The metrics of supervised fine-tuning have a `train/loss`; rules that make no sense for them are not applied.
+    """
+
+    def __init__(self, remind_after: int = REMIND_AFTER, rules: Sequence[Rule] = RULES) -> None:
+        self._remind_after, self._rules, self._is_sft = remind_after, rules, False
         self._history = History({name for rule in rules for name in rule.metrics})
         self._last_advised: dict[str, int] = {}
 
@@ -29,13 +34,15 @@ class Diagnosis:
             preview: Describes a response, to show when all rewards are equal.
         """
         self._history.record(metrics, step)
+        self._is_sft |= "train/loss" in metrics
         advice = []
         for rule in self._rules:
-            evidence = rule.check(self._history)
+            remedy = rule.sft_remedy if self._is_sft else rule.remedy
+            evidence = rule.check(self._history) if remedy else None
             if evidence is None or not self._is_due(rule, step):
                 continue
             shown = f". {preview}" if preview and rule is NO_SIGNAL and is_uniform(metrics) else ""
-            advice.append(Advice(f"{evidence}; {rule.remedy.replace('`', '')}{shown}", rule.name))
+            advice.append(Advice(f"{evidence}; {remedy.replace('`', '')}{shown}", rule.name))
         return advice
 
     def _is_due(self, rule: Rule, step: int) -> bool:

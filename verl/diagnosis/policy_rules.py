@@ -45,6 +45,10 @@ KL_EXPLOSION = Rule(
 
 def _find_skipped_steps(run: History) -> str | None:
     skipped = sum(value for name, value in run.now.items() if name.endswith("/skipped_steps"))
+    if skipped and "train/loss" in run.now:
+        norm = run.get("train/grad_norm")
+        why = "no token of it is trained" if norm == 0 else f"the gradient norm is {norm}"
+        return f"step {run.step} did not change the weights: {why}"
     if skipped:
         return (
             f"{skipped:g} optimizer step(s) were skipped: the gradient was not finite, or the mini-batch had nothing "
@@ -67,6 +71,7 @@ SKIPPED_STEPS = Rule(
         "check `reward/min` and `reward/max` for outliers, and `response_length/min` for empty responses; try a lower "
         "`actor_rollout_ref.actor.optim.lr` or `actor_rollout_ref.actor.grad_clip=0.5`"
     ),
+    sft_remedy="look at the rows of the step (`verl data`); try a lower `optim.lr` or `optim.grad_clip=0.5`",
 )
 
 
@@ -142,4 +147,5 @@ GRADIENT_DRIFT = Rule(
         "try a lower `actor_rollout_ref.actor.optim.lr`; check whether `training/rollout_probs_diff_mean` grows as "
         "well (`verl explain engine-mismatch`), and go back to a checkpoint before the growth"
     ),
+    sft_remedy="try a lower `optim.lr`, and go back to a checkpoint before the growth",
 )

@@ -23,6 +23,7 @@ class Rule:
         meaning: What the problem is, and what causes it.
         limits: When the rule warns, and why not earlier.
         remedy: What to try, as the end of a sentence: it follows the evidence.
+        sft_remedy: The same in supervised fine-tuning; "" if the rule does not apply there.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Rule:
     meaning: str
     limits: str
     remedy: str
+    sft_remedy: str = ""
 
 
 class Advice(NamedTuple):

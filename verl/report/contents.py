@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import verl
+from verl.diagnosis.rules import RULES
 from verl.redaction import redact
+from verl.report.advice import read_advice
 from verl.report.curves import group_metrics, list_notable, make_columns, thin_out
 from verl.report.sample_texts import (
     SampleSet,
@@ -44,7 +46,7 @@ def read_run(folder: RunFolder, now: float) -> dict[str, Any]:
     metrics = folder.read_metrics()
     shown, stride = thin_out(metrics)
     state = folder.read_state(now, metrics)
-    starts = folder.read_starts()
+    starts, advice = folder.read_starts(), read_advice(folder, metrics)
     return {
         "name": folder.name,
         "version": verl.__version__,
@@ -53,7 +55,8 @@ def read_run(folder: RunFolder, now: float) -> dict[str, Any]:
         "began": min(filter(None, [*(each.time for each in starts), *(each.time for each in metrics)]), default=None),
         "metrics": make_columns(shown),
         "groups": [{"title": title, "names": names} for title, names in group_metrics(list_notable(shown))],
-        "warnings": [[each.step, each.time, redact(each.describe())] for each in folder.read_warnings()],
+        "warnings": [[each.step, each.time, redact(each.describe()), each.rule] for each in advice],
+        "rules": {rule.name: rule.meaning.replace("`", "") for rule in RULES if rule.name in {a.rule for a in advice}},
         "starts": [
             {
                 "step": each.step,

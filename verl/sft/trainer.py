@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.data.micro_batches import MicroBatchLimit
 from verl.data.samplers import Sampler
-from verl.diagnosis.policy_rules import SKIPPED_STEPS
+from verl.diagnosis.diagnosis import Diagnosis
 from verl.diagnosis.rule import Advice
 from verl.sft.data import ExampleDataset
 from verl.sft.examples import Example, RankBatch
@@ -99,6 +99,7 @@ class SFTTrainer:
 
     def __init__(self, loader: SFTDataLoader, model: SFTWorkerGroup, validation: ExampleDataset | None = None) -> None:
         self.loader, self.model, self.validation = loader, model, validation
+        self._diagnosis = Diagnosis()
 
     async def begin(self, version: int) -> None:
         """Nothing to prepare."""
@@ -120,11 +121,7 @@ class SFTTrainer:
         return Metrics.merge(metrics, update, times, whole)
 
     async def diagnose(self, metrics: Metrics, version: int) -> list[Advice]:
-        if not metrics.get("train/skipped_steps"):
-            return []
-        norm = metrics["train/grad_norm"]
-        why = "no token of it is trained" if norm == 0 else f"the gradient norm is {norm}"
-        return [Advice(f"step {version} did not change the weights: {why}", SKIPPED_STEPS.name)]
+        return self._diagnosis.advise(metrics, version)
 
     async def validate(self, version: int) -> Validation | None:
         if self.validation is None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from verl.sft.examples import RankBatch
 from verl.tracking.metrics import resident_gib
+from verl.workers.rank_speed import compare_replies
 from verl.workers.train_base import BaseTrainWorker, RankGroup, explain_out_of_memory
 from verl.workers.train_settings import RankSettings
 
@@ -34,7 +35,7 @@ class SFTWorker(BaseTrainWorker):
     @explain_out_of_memory
     def update(self, rank_batch: RankBatch) -> dict[str, float]:
         metrics = self._model.update(rank_batch) | self.peak_memory()
-        return metrics | {"perf/train_worker_rss_gib": resident_gib()}
+        return metrics | {"perf/train_worker_rss_gib": resident_gib()} | self.probe_speed()
 
     @explain_out_of_memory
     def loss(self, rank_batch: RankBatch) -> tuple[float, float]:
@@ -48,7 +49,8 @@ class SFTWorkerGroup(RankGroup):
 
     async def update(self, rank_batches: Sequence[RankBatch]) -> dict[str, float]:
         """Do one optimizer step on the batch that is split over the ranks."""
-        return (await self.call("update", per_rank=self.layout.spread(rank_batches), timeout=self._timeouts.train))[0]
+        replies = await self.call("update", per_rank=self.layout.spread(rank_batches), timeout=self._timeouts.train)
+        return replies[0] | compare_replies(replies)
 
     async def loss(self, rank_batches: Sequence[RankBatch]) -> tuple[float, float]:
         """Return the sum of the losses of all trained tokens, and their count, without training."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median_low
 
 PROBE_S = "perf/compute_probe_s"
@@ -37,3 +37,8 @@ def compare_ranks(seconds: Sequence[float]) -> dict[str, float]:
         "perf/slowest_rank": float(slowest),
         "perf/slowest_rank_slowdown": seconds[slowest] / max(median_low(seconds), 1e-9),
     }
+
+
+def compare_replies(replies: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return what `compare_ranks` returns, from the metrics of all ranks."""
+    return compare_ranks([reply[PROBE_S] for reply in replies if PROBE_S in reply])

@@ -15,7 +15,7 @@ from verl.cluster.hangs.pending_calls import CallTarget
 from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
 from verl.types import Sample
-from verl.workers.rank_speed import PROBE_S, compare_ranks, time_matrix_product
+from verl.workers.rank_speed import compare_replies
 from verl.workers.sample_rows import TokenValues
 from verl.workers.train_base import BaseTrainWorker, RankGroup, explain_out_of_memory
 from verl.workers.train_settings import TrainSettings, build_policy
@@ -55,9 +55,7 @@ class TrainWorker(BaseTrainWorker):
         """Get this rank's samples from the object store and compute what the update needs."""
         samples = self._get_samples(plan)
         self._plan = plan.without_refs()
-        metrics = {"perf/train_worker_rss_gib": resident_gib()}
-        if self._world_size > 1:
-            metrics[PROBE_S] = time_matrix_product(self._settings.actor.device)
+        metrics = {"perf/train_worker_rss_gib": resident_gib()} | self.probe_speed()
         return self._policy.prepare(samples, plan) | metrics
 
     @explain_out_of_memory
@@ -161,7 +159,7 @@ class PolicyGroup(RankGroup):
 
     async def prepare(self, plan: Plan) -> dict[str, float]:
         replies = await self.call("prepare", per_rank=self.layout.spread(plan.ranks), timeout=self._timeouts.train)
-        return replies[0] | compare_ranks([reply[PROBE_S] for reply in replies if PROBE_S in reply])
+        return replies[0] | compare_replies(replies)
 
     async def record_step(self, plan: Plan, folder: str) -> None:
         """Write the step to a folder before it is prepared."""

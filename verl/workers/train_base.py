@@ -18,6 +18,7 @@ from verl.custom_functions import import_external
 from verl.errors import CheckpointError, DivergenceError, EngineError, VerlError
 from verl.training.layout import RankLayout
 from verl.training.settings import ProfileSettings
+from verl.workers.rank_speed import PROBE_S, time_matrix_product
 from verl.workers.train_settings import RankSettings
 
 if TYPE_CHECKING:  # torch is imported where it is used: see BaseTrainWorker
@@ -201,6 +202,10 @@ class BaseTrainWorker:
         peak = torch.accelerator.max_memory_allocated()
         torch.accelerator.reset_peak_memory_stats()
         return {"perf/max_memory_allocated_gib": peak / 2**30}
+
+    def probe_speed(self) -> dict[str, float]:
+        """Return how long this rank needs for a small matrix product; nothing if there is no other rank."""
+        return {PROBE_S: time_matrix_product(self._settings.actor.device)} if self._world_size > 1 else {}
 
     def start_profile(self, settings: ProfileSettings, step: int) -> None:
         """Start to record a step, if this rank is to be profiled."""

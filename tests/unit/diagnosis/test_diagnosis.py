@@ -159,6 +159,16 @@ def test_rules_have_names_of_their_own_and_say_everything() -> None:
         assert "\n" not in rule.meaning + rule.limits + rule.remedy
 
 
+def test_fine_tuning_gets_the_rules_that_make_sense_for_it_with_its_own_settings() -> None:
+    healthy = {"train/loss": 1.0, "train/grad_norm": 0.5, "train/skipped_steps": 0.0, "reward/min": 0.0}
+    growing = [0.5] * 5 + [norm for norm in (1.0, 2.0, 4.0, 9.0) for _ in range(10)]
+    assert diagnose_run([(1, healthy | {"reward/max": 0.0, "actor/kl_loss": 9.0})]) == []
+    [(_, skipped)] = diagnose_run([(1, healthy | {"train/skipped_steps": 1.0, "train/grad_norm": 0.0})])
+    assert skipped.text.startswith("step 1 did not change the weights: no token of it is trained; ")
+    [(_, drift)] = diagnose_run((k, healthy | {"train/grad_norm": norm}) for k, norm in enumerate(growing, 1))
+    assert (drift.rule, "optim.lr" in drift.text, "actor_rollout_ref" in drift.text) == ("gradient-drift", True, False)
+
+
 def test_a_run_that_has_ended_gets_the_same_advice() -> None:
     steps = [(step, HEALTHY | {"reward/mean": 0.9}) for step in range(1, 5)]
     assert diagnose_run(steps) == []

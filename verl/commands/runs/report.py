@@ -9,8 +9,10 @@ from pathlib import Path
 
 from verl.commands.arguments import ArgumentParser
 from verl.errors import VerlError
+from verl.report.advice import list_latest, read_advice
 from verl.report.html import build_page, write_page
 from verl.report.server import ReportServer
+from verl.tracking.console import Console
 from verl.tracking.run_folder import RunFolder
 
 HELP = """\
@@ -19,7 +21,8 @@ usage: verl report RUN [--output FILE]
 
 Write what is known about a run into one HTML file: curves, warnings, the time of each phase, samples with their tokens,
 and settings. The file needs no network and no server, and can be sent to others. The run may still be going on, or have
-been killed. See docs/reports.md.
+been killed. The warnings are printed as well: those of the run, and what the rules of `verl explain` find in its
+metrics. See docs/reports.md.
 
 options:
   RUN             folder of the run (trainer.default_local_dir)
@@ -55,6 +58,10 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         raise VerlError(f"verl report: {path}: cannot be written: {error.strerror}. Choose another --output") from error
     sys.stdout.write(f"{path}  ({len(page) / 1e6:.1f} MB)\n")
+    console = Console()
+    for warning, count in list_latest(read_advice(folder, folder.read_metrics())):
+        times = f", {count} times" if count > 1 else ""
+        console.advice(f"step {warning.step}{times}: {warning.text}", warning.rule)
     return 0
 
 

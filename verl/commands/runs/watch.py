@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from verl.commands.arguments import ArgumentParser
+from verl.diagnosis.diagnosis import Diagnosis
+from verl.diagnosis.rule import Advice
 from verl.errors import VerlError
+from verl.report.advice import is_recorded
 from verl.tracking.console import Console
+from verl.tracking.run_folder import RunWarning
 from verl.tracking.run_history import KEPT
 
 HELP = """\
@@ -18,8 +22,9 @@ usage: verl watch RUN [--once]
 
 Follow a run that goes on elsewhere, from the files in its folder (`metrics.jsonl`, `warnings.jsonl`, `trained.jsonl`,
 `starts.jsonl`): the lines of its last steps, then each new one. On a terminal, a panel below them shows recent numbers,
-the age of the last step and when the next one is expected; `verl explain` says what the numbers mean. Ctrl-C ends the
-command, not the run.
+the age of the last step and when the next one is expected; `verl explain` says what the numbers mean. Warnings are
+those of the run, and what the same rules find in its metrics if it did not record them. Ctrl-C ends the command, not
+the run.
 
 options:
   RUN     folder of the run (trainer.default_local_dir)
@@ -31,6 +36,7 @@ example:
 
 _SHOWN = 10  # earlier steps
 _POLL_S = 0.5
+_PATIENCE_S = 5.0  # a run writes warnings a little later than metrics
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +66,9 @@ class Watcher:
     """Shows on a console what a run writes to its folder."""
 
     def __init__(self, folder: Path, console: Console) -> None:
-        self.console = console
+        self.console, self._diagnosis = console, Diagnosis()
+        self._recorded: list[RunWarning] = []  # warnings of rules
+        self._found: list[tuple[float, int, Advice]] = []  # when, and the step
         self._metrics, self._trained = (_JsonLines(folder / f"{name}.jsonl") for name in ("metrics", "trained"))
         self._warnings, self._starts = (_JsonLines(folder / f"{name}.jsonl") for name in ("warnings", "starts"))
 
@@ -72,7 +80,11 @@ class Watcher:
         for start in self._starts.read():
             self._record_start(start)
         steps = [record["step"] for record in records if _is_step(record)][-KEPT:]
+        for warning in self._warnings.read():
+            self._remember(warning)
+            history.record_warning(str(warning.get("text")))
         for record in records:
+            self._diagnose(record)
             if steps and record["step"] >= steps[-_SHOWN:][0]:
                 self._show(record)
                 continue
@@ -80,8 +92,8 @@ class Watcher:
                 history.record_step(_read_numbers(record), record["step"], record["time"])
             if _is_validation(record):
                 history.record_validation(_read_numbers(record), record["step"], record["time"])
-        for warning in self._warnings.read():
-            history.record_warning(str(warning.get("text")))
+        for advice in self._take_unrecorded(0.0):
+            history.record_warning(advice.text)
         for _ in self._trained.read():
             pass  # resumes before now are not news
 
@@ -89,13 +101,35 @@ class Watcher:
         """Print what is new."""
         for start in self._starts.read():
             self._record_start(start)
+            self._diagnosis = Diagnosis()  # as in the run itself
         for record in self._trained.read():
             if "resumed" in record:
                 self.console.note(f"the run resumed after step {record['step']}")
         for record in self._metrics.read():
             self._show(record)
+            self._diagnose(record)
         for warning in self._warnings.read():
+            self._remember(warning)
             self.console.advice(str(warning.get("text")), str(warning.get("rule", "")))
+        for advice in self._take_unrecorded(_PATIENCE_S):
+            self.console.advice(advice.text, advice.rule)
+
+    def _remember(self, warning: Mapping[str, Any]) -> None:
+        if rule := str(warning.get("rule", "")):
+            self._recorded.append(RunWarning(warning["step"], 0.0, "", rule))
+
+    def _diagnose(self, record: Mapping[str, Any]) -> None:
+        step, now = record["step"], time.monotonic()
+        self._found += [(now, step, advice) for advice in self._diagnosis.advise(_read_numbers(record), step)]
+
+    def _take_unrecorded(self, patience_s: float) -> Iterator[Advice]:
+        """Yield what the rules have found and the run has not recorded within `patience_s`, as runs usually do."""
+        due = [each for each in self._found if time.monotonic() - each[0] >= patience_s]
+        self._found = [each for each in self._found if each not in due]
+        for _, step, advice in due:
+            if not is_recorded(step, advice.rule, self._recorded):
+                self._recorded.append(RunWarning(step, 0.0, "", advice.rule))
+                yield advice
 
     def _record_start(self, start: Mapping[str, Any]) -> None:
         history = self.console.history

@@ -134,12 +134,12 @@ function makeWarnings() {
   const items = run.warnings
     .slice()
     .sort((a, b) => b[0] - a[0])
-    .map(([step, time, text]) =>
+    .map(([step, time, text, rule]) =>
       make(
         "li",
         {},
         setTip(make("span", { className: "step", textContent: `step ${step}` }), () => formatTime(time)),
-        make("span", { textContent: text }),
+        setTip(make("span", { textContent: text }), () => run.rules[rule] || text),
       ),
     );
   const summary = make("summary", { textContent: formatCount(run.warnings.length, "warning") });
