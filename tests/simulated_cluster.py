@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from verl.tracking.phases import PHASES
 from verl.types import SampleHandle
 from verl.workers.episodes import EpisodeWorker, GroupRequest
 from verl.workers.rollout import RolloutActor
@@ -97,15 +98,23 @@ class FakeActor:
         results: dict[str, tuple[float, Any]] = {
             "address": (CALL_S, ("10.0.0.1", 29500)),
             "start": (CALL_S, []),
-            "prepare": (PREPARE_S, METRICS),
-            "update": (UPDATE_S, {name.replace("metric", "update"): value for name, value in METRICS.items()}),
+            "prepare": (PREPARE_S, {**METRICS, **_phases("prepare")}),
+            "update": (
+                UPDATE_S,
+                {**{name.replace("metric", "update"): value for name, value in METRICS.items()}, **_phases("update")},
+            ),
             "pack_bucket": (BUCKET_S, bytes(28) if self._packed <= BUCKETS else None),
-            "gather_weights": (BUCKET_S * BUCKETS, None),
+            "gather_weights": (BUCKET_S * BUCKETS, _phases("sync")),
+            "finish_buckets": (CALL_S, _phases("sync")),
             "load_bucket": (BUCKET_S, None),
             "compute_logprobs": (CALL_S, LOGPROBS),
             "version": (CALL_S, self._version),
         }
         return results.get(method, (CALL_S, True))
+
+
+def _phases(name: str) -> dict[str, Any]:
+    return {PHASES: [["train 0", name, 1_790_000_000.123, 1_790_000_001.123]]}
 
 
 class _Method:

@@ -28,6 +28,7 @@ from verl.config.paths import Tree, set_path
 from verl.config.schema import Config
 from verl.data.plan import Plan, Planner, RankPlan
 from verl.tracking.console import Console
+from verl.tracking.phases import PHASES
 from verl.trainer.build.preflight import check_files
 from verl.trainer.build.rl_builder import build_trainer
 from verl.trainer.build.worker_settings import build_planner, train_settings
@@ -157,18 +158,17 @@ def train_on_rank(
     gradients: dict[str, torch.Tensor] = {}
     with record_gradients(gradients):
         worker = start(settings, rank, ranks, next(ports))
-        metrics = [worker.prepare(steps[0]) | worker.update()]
+        metrics = [train(worker, steps[0])]
     if resumes:
         worker.save(checkpoint, {})
         worker.poll_save(True)
-    metrics.append(worker.prepare(steps[1]) | worker.update())
+    metrics.append(train(worker, steps[1]))
     trained = Trained(metrics, gradients, digest(worker))
     worker.leave()
     if resumes:
         worker = start(settings, rank, ranks, next(ports))
         worker.load(checkpoint)
-        worker.prepare(steps[1])
-        worker.update()
+        train(worker, steps[1])
         trained.resumed = digest(worker)
         worker.leave()
     return trained
@@ -183,6 +183,12 @@ def start(settings: TrainSettings, rank: int, ranks: int, port: int) -> TrainWor
     worker = TrainWorker(rank, ranks)
     worker.start(("127.0.0.1", port), settings)
     return worker
+
+
+def train(worker: TrainWorker, plan: RankPlan) -> dict[str, float]:
+    """Do a step, and return its metrics."""
+    replies = worker.prepare(plan) | worker.update()
+    return {name: value for name, value in replies.items() if name != PHASES}
 
 
 def digest(worker: TrainWorker) -> str:

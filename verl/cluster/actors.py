@@ -33,6 +33,7 @@ from verl.cluster.hangs.registry import register_actor
 from verl.cluster.local import LocalActor
 from verl.cluster.object_store import FULL_ERRORS, describe_full_store, get_all
 from verl.cluster.ray_private import get_session_folder
+from verl.cluster.worker_logs import get_worker_log
 from verl.errors import EngineError, ProcessLostError, StorageError, VerlError, WorkerTimeoutError
 from verl.process_output import format_tail
 from verl.waiting import with_timeout
@@ -115,7 +116,7 @@ async def _unwrap_errors(reply: Any, action: str, target: CallTarget) -> Any:
     try:
         return await reply
     except RayTaskError as error:
-        place = f"in {target} ({action}), pid {_find_pid(error)}"
+        place = f"in {target} ({action}), pid {_find_pid(error)}{_describe_log(target)}"
         error.add_note(place)
         if isinstance(error.cause, VerlError):
             error.cause.add_note(place)
@@ -133,9 +134,15 @@ async def _unwrap_errors(reply: Any, action: str, target: CallTarget) -> Any:
         raise EngineError(f"{target}: its process cannot start: {error.error_message}") from error
     except RayActorError as error:
         loss = ProcessLostError(f"{target}: {action}: its process has died: {_summarize_death(error)}")
-        if output := _tail_output(error):
-            loss.add_note(output)
+        if note := _tail_output(error) + _describe_log(target, "\nAll of "):
+            loss.add_note(note.strip())
         raise loss from error
+
+
+def _describe_log(target: CallTarget, before: str = ", ") -> str:
+    """Return where the output of a worker is copied to."""
+    path = get_worker_log(target)
+    return "" if path is None else f"{before}its output: {path}"
 
 
 def _find_pid(error: RayError) -> str:
@@ -191,11 +198,13 @@ class ActorGroup:
                 return list(await asyncio.gather(*tasks))
 
     @asynccontextmanager
-    async def call_others(self, method: str, *, timeout: Timeout) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+    async def call_others(
+        self, method: str, *, timeout: Timeout, collect: Callable[[list[Any]], None] = lambda replies: None
+    ) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
         """Call `method` once on all ranks but 0; yield a function that calls rank 0, any number of times.
 
         At the end of the block rank 0 has to have done its part of all collectives of `method`. Timeouts start anew
-        with each reply of rank 0. Until then no other call reaches the ranks.
+        with each reply of rank 0. Until then no other call reaches the ranks. `collect` gets the replies of the others.
         """
         progress = Progress()
         async with self._lock:
@@ -214,7 +223,7 @@ class ActorGroup:
 
             async with self._waiting_for(tasks):
                 yield call_first
-                await others
+                collect(await others)
 
     def _call_rank(
         self, rank: int, method: str, *args: Any, timeout: Timeout, progress: Progress | None = None

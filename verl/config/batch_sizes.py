@@ -180,9 +180,14 @@ def count_validation_prompts(config: Config) -> int | None:
 
 def get_record_interval(config: Config) -> int | None:
     """Return every how many groups one is recorded, at least one in a step; None: none."""
-    batch, responses = config.data.train_batch_size, config.trainer.samples.per_step
-    groups = max(1, responses // config.actor_rollout_ref.rollout.n)
-    return max(1, batch // groups) if responses else None
+    batch, responses, rollout = (
+        config.data.train_batch_size,
+        config.trainer.samples.per_step,
+        config.actor_rollout_ref.rollout,
+    )
+    traced = rollout.trace.max_samples_per_step_per_worker or 0 if rollout.trace.backend else 0
+    groups = max(1, responses // rollout.n, traced)
+    return max(1, batch // groups) if responses or traced else None
 
 
 def count_policy_steps(config: Config, steps: int) -> int:

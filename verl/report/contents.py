@@ -22,6 +22,8 @@ from verl.report.sample_texts import (
 from verl.report.sample_tokens import choose_groups, read_tokens
 from verl.tracking.run_folder import Phase, RunFolder, Setting, StepMetrics
 
+_MOST_PHASES = 100_000
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -97,11 +99,16 @@ def _list_settings(settings: Sequence[Setting]) -> list[list[str]]:
 
 
 def _make_phases(phases: Mapping[int, Sequence[Phase]], shown: Sequence[StepMetrics]) -> dict[str, Any]:
-    """Return step -> rows of worker, phase (indices of names), start and end in milliseconds since the first start."""
+    """Return step -> rows of worker, phase (indices of names), start and end in milliseconds since the first start.
+
+    Of many rows, such as those of 1,024 ranks, every n-th step is kept.
+    """
     workers: dict[str, int] = {}
     names: dict[str, int] = {}
     steps = {}
-    for step in {each.step for each in shown} & phases.keys():
+    known = sorted({each.step for each in shown} & phases.keys())
+    stride = 1 + sum(len(phases[step]) for step in known) // _MOST_PHASES
+    for step in known[::-stride]:
         begin = min((each.start for each in phases[step]), default=0.0)
         steps[step] = [
             [

@@ -20,6 +20,7 @@ from verl.sft.trainer import SFTDataLoader, SFTTrainer, split_batch
 from verl.sft.worker import SFTWorkerGroup
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
+from verl.tracking.phases import PHASES
 from verl.trainer.build.runtime import RunBuilder, device_hints
 from verl.trainer.build.worker_settings import lora_settings, model_settings, timeouts, with_optimizer
 from verl.trainer.restarts import RestartTracker
@@ -67,7 +68,8 @@ class SFTBuilder(RunBuilder[SftConfig]):
         split = partial(split_batch, ranks=model.layout.data_size, limit=limit)
         loader = SFTDataLoader(data.train, data.order, schedule.batch, split, start=stream.position, version=version)
         self._closing.callback(loader.close)
-        return self.build_loop(SFTTrainer(loader, model, data.val), model, schedule, version)
+        trainer = SFTTrainer(loader, model, data.val, self.open_record(PHASES, version))
+        return self.build_loop(trainer, model, schedule, version)
 
 
 def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:

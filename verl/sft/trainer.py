@@ -15,7 +15,9 @@ from verl.diagnosis.rule import Advice
 from verl.sft.data import ExampleDataset
 from verl.sft.examples import Example, RankBatch
 from verl.sft.worker import SFTWorkerGroup
+from verl.tracking.buffered_sink import BufferedSink
 from verl.tracking.metrics import Metrics, resident_gib, timer
+from verl.tracking.phases import PHASES, PhaseTimes
 from verl.trainer.train_loop import Validation
 
 
@@ -97,8 +99,16 @@ class SFTDataLoader:
 class SFTTrainer:
     """The task of an SFT run. Consumes batches of examples, produces versions of the weights."""
 
-    def __init__(self, loader: SFTDataLoader, model: SFTWorkerGroup, validation: ExampleDataset | None = None) -> None:
+    def __init__(
+        self,
+        loader: SFTDataLoader,
+        model: SFTWorkerGroup,
+        validation: ExampleDataset | None = None,
+        phases: BufferedSink | None = None,
+    ) -> None:
+        """`phases` records when each phase of a step began and ended."""
         self.loader, self.model, self.validation = loader, model, validation
+        self._phases, self._times = phases, PhaseTimes()
         self._diagnosis = Diagnosis()
 
     async def begin(self, version: int) -> None:
@@ -108,11 +118,14 @@ class SFTTrainer:
         """One optimizer step: a batch of examples in, weights of `version + 1` out."""
         times = Metrics()
         with timer(times, "step"):
-            with timer(times, "data"):
+            with timer(times, "data"), self._times.measure("data"):
                 # The loader has read, tokenized and split these examples during the previous step.
                 rank_batches, metrics = await self.loader.take(version)
-            with timer(times, "update"):
+            with timer(times, "update"), self._times.measure("update"):
                 update = await self.model.update(rank_batches)
+        rows = self._times.take()
+        if self._phases is not None:
+            self._phases.log({PHASES: [*rows, *self.model.take_phases()]}, version + 1)
         whole = {
             "data/position": self.loader.position(version + 1),
             "perf/throughput": metrics["plan/tokens"] / times["timing_s/step"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from verl.sft.examples import RankBatch
 from verl.tracking.metrics import resident_gib
@@ -33,9 +34,11 @@ class SFTWorker(BaseTrainWorker):
         return list(engine.notes)
 
     @explain_out_of_memory
-    def update(self, rank_batch: RankBatch) -> dict[str, float]:
-        metrics = self._model.update(rank_batch) | self.peak_memory()
-        return metrics | {"perf/train_worker_rss_gib": resident_gib()} | self.probe_speed()
+    def update(self, rank_batch: RankBatch) -> dict[str, Any]:
+        with self._phases.measure("update"):
+            metrics = self._model.update(rank_batch) | self.peak_memory()
+            metrics |= {"perf/train_worker_rss_gib": resident_gib()} | self.probe_speed()
+        return metrics | self.take_phases()
 
     @explain_out_of_memory
     def loss(self, rank_batch: RankBatch) -> tuple[float, float]:
@@ -50,6 +53,7 @@ class SFTWorkerGroup(RankGroup):
     async def update(self, rank_batches: Sequence[RankBatch]) -> dict[str, float]:
         """Do one optimizer step on the batch that is split over the ranks."""
         replies = await self.call("update", per_rank=self.layout.spread(rank_batches), timeout=self._timeouts.train)
+        self._collect_phases(replies)
         return replies[0] | compare_replies(replies)
 
     async def loss(self, rank_batches: Sequence[RankBatch]) -> tuple[float, float]:

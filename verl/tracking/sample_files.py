@@ -44,6 +44,10 @@ SCHEMA = pa.schema(
 )
 """The columns, which docs/run_folder.md describes."""
 TEXT_COLUMNS = ("prompt", "response", "ground_truth", "score")
+_TIMES = ("started", "generated", "scored")
+EPISODE_COLUMNS = ("group", "index", "branch", "data_source", *TEXT_COLUMNS, "finish_reason", *_TIMES)
+EPISODES = "train/episodes"
+"""The name of a table with a row for each episode, which MLflow shows as traces."""
 
 
 def get_sample_file(folder: Path, split: str, step: int) -> Path:
@@ -54,6 +58,13 @@ def get_sample_file(folder: Path, split: str, step: int) -> Path:
 def read_texts(path: Path, limit: int) -> list[dict[str, Any]]:
     """Return the texts and the scores of the first samples of a file."""
     return pq.read_table(path, columns=list(TEXT_COLUMNS)).slice(0, limit).to_pylist()
+
+
+def read_episodes(path: Path, groups: int | None) -> list[dict[str, Any]]:
+    """Return what `EPISODE_COLUMNS` names of the samples of the first groups of a file; None: of all."""
+    rows = pq.read_table(path, columns=list(EPISODE_COLUMNS)).to_pylist()
+    chosen = list(dict.fromkeys(row["group"] for row in rows))[:groups]
+    return [row for row in rows if row["group"] in chosen]
 
 
 def write_samples(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

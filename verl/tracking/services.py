@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from verl.config.paths import format_value, iter_leaves, join_path
 from verl.private_files import make_folder
+from verl.tracking.sample_files import EPISODES
 from verl.tracking.sink import FunctionSink, FunctionTableSink, RunInfo, Sink, Table
 
 MLFLOW_PARAMS_AT_ONCE, MLFLOW_PARAM_LENGTH = 100, 6000  # limits of MLflow's server
@@ -60,9 +62,10 @@ def open_mlflow(run: RunInfo) -> Sink:
         if run.resumed_step is not None and file.exists():
             run_id = file.read_text(encoding="utf-8")
             client.update_run(run_id, status="RUNNING")
+            experiment_id = client.get_run(run_id).info.experiment_id
         else:
-            experiment = mlflow.set_experiment(experiment_name=run.project)
-            run_id = client.create_run(experiment.experiment_id, run_name=run.name).info.run_id
+            experiment_id = mlflow.set_experiment(experiment_name=run.project).experiment_id
+            run_id = client.create_run(experiment_id, run_name=run.name).info.run_id
             params = (
                 mlflow.entities.Param(_plain_name(join_path(path)), format_value(value)[:MLFLOW_PARAM_LENGTH])
                 for path, value in iter_leaves(run.settings)
@@ -79,8 +82,28 @@ def open_mlflow(run: RunInfo) -> Sink:
         client.log_batch(run_id, metrics=records)
 
     def log_table(table: Table, step: int) -> None:
+        if table.name == EPISODES:
+            for row in table.rows:
+                log_episode(row, step)
+            return
         columns = {name: [row[name] for row in table.rows] for name in table.rows[0]}
         client.log_table(run_id, columns, artifact_file=f"{table.name}/step_{step}.json")
+
+    def log_episode(row: Mapping[str, Any], step: int) -> None:
+        """Log an episode as a trace with two spans, at the times that were recorded."""
+        start, generated, end = (int(row[name] * 1e9) for name in ("started", "generated", "scored"))
+        prompt, response, score = ({name: row[name]} for name in ("prompt", "response", "score"))
+        tags = {"step": str(step)}
+        tags |= {name: str(row[name]) for name in ("group", "index", "branch", "data_source", "finish_reason")}
+        given = {"experiment_id": experiment_id, "run_id": run_id}
+        trace = client.start_trace("episode", inputs=prompt, tags=tags, start_time_ns=start, **given)
+        for name, begin, until, inputs, outputs in (
+            ("generate", start, generated, prompt, response),
+            ("score", generated, end, response | {"ground_truth": row["ground_truth"]}, score),
+        ):
+            span = client.start_span(name, trace.trace_id, trace.span_id, inputs=inputs, start_time_ns=begin)
+            client.end_span(trace.trace_id, span.span_id, outputs=outputs, end_time_ns=until)
+        client.end_trace(trace.trace_id, outputs=response | score, end_time_ns=end)
 
     return FunctionTableSink(log, lambda: client.set_terminated(run_id), log_table)
 

@@ -13,11 +13,12 @@ from verl.diagnosis.reward_rules import is_uniform
 from verl.diagnosis.rule import Advice
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, resident_gib, timer
+from verl.tracking.phases import PHASES, PhaseTimes
 from verl.tracking.throughput import Throughput
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.buffer.report import describe_staleness
 from verl.trainer.evaluator import Evaluator
-from verl.trainer.records.step import PhaseTimes, StepRecords
+from verl.trainer.records.step import StepRecords
 from verl.trainer.train_loop import Validation
 from verl.weights.sync import WeightSync
 from verl.workers.episode_pool import EpisodeClient
@@ -86,7 +87,7 @@ class RLTrainer:
                 sync = await self.weights.sync(version + 1)  # every engine moves to the new version, and proves it
             self.buffer.discard_from(self.weights.outliers)
         self._records.trained.log(self.buffer.record, version + 1)
-        self._records.phases.log({"phases": self._times.take()}, version + 1)
+        self._records.phases.log({PHASES: [*self._times.take(), *self.policy.take_phases()]}, version + 1)
         whole = {
             "data/position": self.buffer.position,
             "perf/controller_rss_gib": resident_gib(),

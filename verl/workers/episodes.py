@@ -51,6 +51,7 @@ from verl.rewards.settings import OverlongPenalty, RewardFunctionSettings
 from verl.rollout.engine import EngineView
 from verl.rollout.replica_pool import EnginePool
 from verl.types import Failed, Prompt, Sample, SampleHandle, SamplePreview, SamplingParams
+from verl.workers.kept_responses import KeptResponses
 from verl.workers.repetition import measure_repetition
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool
 from verl.workers.sample_rows import SampleFile, SampleWriter, TokenValues
@@ -104,6 +105,7 @@ class EpisodeWorker:
             self._overlong = OverlongPenalty(shaping.len, shaping.penalty_factor, config.data.max_response_length)
         self._reader = ThreadPoolExecutor(1, "prompts")  # files are read by one thread
         self._latest: dict[tuple[str, str], tuple[Prompt, Sample]] = {}  # by split and data source
+        self._kept = KeptResponses.from_config(config)
 
     async def start(self) -> None:
         """Load data and scorers; not in the constructor, whose errors Ray would hide behind a dead actor."""
@@ -208,6 +210,9 @@ class EpisodeWorker:
     async def _run_group(
         self, request: GroupRequest, prompt: Prompt, batcher: DeterministicBatcher | None = None
     ) -> list[SampleHandle]:
+        kept = self._kept if request.split == "train" else None
+        if kept is not None and (samples := await asyncio.to_thread(kept.read, request.group, prompt)) is not None:
+            return await self._finish_group(request, prompt, samples)
         samples = await self._runner.run(
             prompt,
             request.group,
@@ -218,6 +223,12 @@ class EpisodeWorker:
             batcher=batcher,
             score=None if self._scores_training or request.split != "train" else skip_scoring,
         )
+        if kept is not None:
+            await asyncio.to_thread(kept.write, request.group, prompt, samples)
+        return await self._finish_group(request, prompt, samples)
+
+    async def _finish_group(self, request: GroupRequest, prompt: Prompt, samples: list[Sample]) -> list[SampleHandle]:
+        """Put the samples of a prompt into the object store."""
         if request.split == "train" and self._settings.components:
             samples = [self._require_components(prompt, sample) for sample in samples]
         if scored := [sample for sample in samples if sample.failure is None]:

@@ -51,12 +51,14 @@ class TrainWorker(BaseTrainWorker):
         return list(self._policy.actor.notes)
 
     @explain_out_of_memory
-    def prepare(self, plan: RankPlan) -> dict[str, float]:
+    def prepare(self, plan: RankPlan) -> dict[str, Any]:
         """Get this rank's samples from the object store and compute what the update needs."""
-        samples = self._get_samples(plan)
-        self._plan = plan.without_refs()
-        metrics = {"perf/train_worker_rss_gib": resident_gib()} | self.probe_speed()
-        return self._policy.prepare(samples, plan) | metrics
+        with self._phases.measure("prepare"):
+            samples = self._get_samples(plan)
+            self._plan = plan.without_refs()
+            metrics = {"perf/train_worker_rss_gib": resident_gib()} | self.probe_speed()
+            metrics |= self._policy.prepare(samples, plan)
+        return metrics | self.take_phases()
 
     @explain_out_of_memory
     def record_step(self, plan: RankPlan, folder: str) -> None:
@@ -72,10 +74,11 @@ class TrainWorker(BaseTrainWorker):
         )
 
     @explain_out_of_memory
-    def update(self) -> dict[str, float]:
+    def update(self) -> dict[str, Any]:
         """Update the policy on what was prepared."""
-        with self._freeing_memory():
-            return self._policy.update(self._plan) | self.peak_memory()
+        with self._phases.measure("update"), self._freeing_memory():
+            metrics = self._policy.update(self._plan) | self.peak_memory()
+        return metrics | self.take_phases()
 
     def read_tokens(self, indices: Sequence[int]) -> list[TokenValues]:
         """Return what was computed for the tokens of some samples of this rank, between `prepare` and `update`."""
@@ -89,21 +92,23 @@ class TrainWorker(BaseTrainWorker):
     @explain_out_of_memory
     def pack_bucket(self, is_first: bool) -> Any:
         """Return the next weights, or those of the adapter, in a bucket, and None at the end; for rank 0."""
-        with self._freeing_memory():
+        with self._phases.measure("sync", continues=True), self._freeing_memory():
             if is_first:
                 self._packer.start()
             return self._packer.pack_next()
 
-    def finish_buckets(self) -> None:
+    def finish_buckets(self) -> dict[str, Any]:
         """Free the buckets, after gathering the weights that were not packed: the other ranks wait for it."""
-        with self._freeing_memory():
+        with self._phases.measure("sync", continues=True), self._freeing_memory():
             self._packer.finish()
+        return self.take_phases()
 
     @explain_out_of_memory
-    def gather_weights(self) -> None:
+    def gather_weights(self) -> dict[str, Any]:
         """Take part while rank 0 packs; for all other ranks."""
-        with self._freeing_memory():
+        with self._phases.measure("sync"), self._freeing_memory():
             self._packer.take_part()
+        return self.take_phases()
 
     @cached_property
     def _packer(self) -> WeightPacker:
@@ -118,7 +123,7 @@ class TrainWorker(BaseTrainWorker):
             is_one_machine=self._settings.is_one_machine,
         )
 
-    def send_weights(self, transport: str, engines: Sequence[Any], version: int) -> None:
+    def send_weights(self, transport: str, engines: Sequence[Any], version: int) -> dict[str, Any]:
         """Send the weights by the sender of the rollout engine. Needs GPUs, so that CI does not run it."""
 
         def client(method: str, arguments: Callable[[int], tuple[Any, ...]]) -> None:
@@ -139,8 +144,9 @@ class TrainWorker(BaseTrainWorker):
                 address=(get_node_address(), free_port()),
             )
             self._sender = resolve_name(self._settings.weight_sender)(settings, self._policy.actor, client)
-        with self._freeing_memory():
+        with self._phases.measure("sync"), self._freeing_memory():
             self._sender.send(version)
+        return self.take_phases()
 
     @contextmanager
     def _freeing_memory(self) -> Iterator[None]:
@@ -159,6 +165,7 @@ class PolicyGroup(RankGroup):
 
     async def prepare(self, plan: Plan) -> dict[str, float]:
         replies = await self.call("prepare", per_rank=self.layout.spread(plan.ranks), timeout=self._timeouts.train)
+        self._collect_phases(replies)
         return replies[0] | compare_replies(replies)
 
     async def record_step(self, plan: Plan, folder: str) -> None:
@@ -172,14 +179,17 @@ class PolicyGroup(RankGroup):
 
     async def update(self) -> dict[str, float]:
         """Update the policy on what was prepared."""
-        return (await self.call("update", timeout=self._timeouts.train))[0]
+        replies = await self.call("update", timeout=self._timeouts.train)
+        self._collect_phases(replies)
+        return replies[0]
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self.call("compute_logprobs", sequences, timeout=self._timeouts.weights))[0]
 
     async def pack_weights(self) -> AsyncGenerator[Any, None]:
         """Yield the weights in buckets. Rank 0 is called for each of them, the others once: they may be 1,000."""
-        async with self.call_others("gather_weights", timeout=self._timeouts.weights) as call_first:
+        collect, timeout = self._collect_phases, self._timeouts.weights
+        async with self.call_others("gather_weights", timeout=timeout, collect=collect) as call_first:
             packing = asyncio.ensure_future(call_first("pack_bucket", True))
             try:
                 while (bucket := await packing) is not None:
@@ -187,8 +197,8 @@ class PolicyGroup(RankGroup):
                     yield bucket
             finally:
                 packing.cancel()  # no effect once it is done
-                await call_first("finish_buckets")
+                collect([await call_first("finish_buckets")])
 
     async def send_weights(self, backend: str, receivers: Sequence[Any], version: int) -> None:
         engines = [receiver.actor for receiver in receivers]
-        await self.call("send_weights", backend, engines, version, timeout=self._timeouts.weights)
+        self._collect_phases(await self.call("send_weights", backend, engines, version, timeout=self._timeouts.weights))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
@@ -16,6 +16,7 @@ from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, MARGIN_S, Timeouts
 from verl.custom_functions import import_external
 from verl.errors import CheckpointError, DivergenceError, EngineError, VerlError
+from verl.tracking.phases import PHASES, PhaseRow, PhaseTimes
 from verl.training.layout import RankLayout
 from verl.training.settings import ProfileSettings
 from verl.workers.rank_speed import PROBE_S, time_matrix_product
@@ -61,6 +62,7 @@ class BaseTrainWorker:
     def __init__(self, rank: int, world_size: int) -> None:
         keep_sigterm_blocked()
         self._rank, self._world_size = rank, world_size
+        self._phases = PhaseTimes(f"train {rank}")
         self._listener: socket.socket | None = None
         self._profiler: StepProfiler | None = None
 
@@ -207,6 +209,10 @@ class BaseTrainWorker:
         """Return how long this rank needs for a small matrix product; nothing if there is no other rank."""
         return {PROBE_S: time_matrix_product(self._settings.actor.device)} if self._world_size > 1 else {}
 
+    def take_phases(self) -> dict[str, Any]:
+        """Return what this rank did and when, to be added to the metrics of a reply."""
+        return {PHASES: self._phases.take()}
+
     def start_profile(self, settings: ProfileSettings, step: int) -> None:
         """Start to record a step, if this rank is to be profiled."""
         from verl.training.profiler import StepProfiler
@@ -250,6 +256,7 @@ class RankGroup(ActorGroup):
         super().__init__("train worker", actors)
         self._timeouts = timeouts
         self.layout = RankLayout.of_adjacent(len(self.actors))
+        self._phases: list[PhaseRow] = []
 
     @classmethod
     def spawn(
@@ -269,6 +276,16 @@ class RankGroup(ActorGroup):
             pool.spawn(cls.worker, rank, ranks, device=rank, share=1, nsys=under.get(rank)) for rank in range(ranks)
         ]
         return cls(actors, timeouts)
+
+    def take_phases(self) -> list[PhaseRow]:
+        """Return what all ranks did and when, from the replies since the last call."""
+        rows, self._phases = self._phases, []
+        return rows
+
+    def _collect_phases(self, replies: Iterable[dict[str, Any]]) -> None:
+        """Keep the phases of replies, and leave their metrics."""
+        for reply in replies:
+            self._phases += reply.pop(PHASES, [])
 
     async def visible_devices(self) -> list[str]:
         """Return the accelerators of each rank, as CUDA_VISIBLE_DEVICES names them."""

@@ -96,6 +96,13 @@ def test_the_page_contains_the_run(folder: Path, page: bytes) -> None:
     assert run["omissions"] == []
 
 
+def test_phases_of_many_ranks_are_kept_for_the_last_step_and_every_nth(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl.report.contents._MOST_PHASES", 60)
+    assert sorted(unpack(build(folder))["run"]["phases"]["steps"]) == ["3", "6"]
+
+
 def test_a_sample_has_its_segments_and_the_numbers_of_its_tokens(folder: Path, page: bytes) -> None:
     data = unpack(page)
     run = RunFolder(folder)

@@ -18,6 +18,7 @@ from recording_console import RecordingConsole
 
 from verl.config.schema.trainer import RunConfig
 from verl.tracking.buffered_sink import BufferedSink
+from verl.tracking.sample_files import EPISODE_COLUMNS, EPISODES
 from verl.tracking.services import open_wandb
 from verl.tracking.sink import RunInfo, Sink, Table
 from verl.tracking.sinks import open_sinks
@@ -109,6 +110,9 @@ def make_mlflow(stand_in: StandIn) -> Any:
             stand_in.record("create_run", {"experiment": experiment_id, "name": run_name, "config": {}})
             return SimpleNamespace(info=SimpleNamespace(run_id=f"id-{len(stand_in.calls)}"))
 
+        def get_run(self, run_id) -> Any:
+            return SimpleNamespace(info=SimpleNamespace(experiment_id="7"))
+
         def update_run(self, run_id, status=None, name=None) -> None:
             stand_in.record("update_run", {"id": run_id, "status": status})
 
@@ -123,6 +127,20 @@ def make_mlflow(stand_in: StandIn) -> Any:
 
         def log_table(self, run_id, data, artifact_file) -> None:
             stand_in.record("log_table", {artifact_file: data})
+
+        def start_trace(self, name, inputs=None, tags=None, experiment_id=None, start_time_ns=None, run_id=None) -> Any:
+            stand_in.record("start_trace", (name, inputs, tags, experiment_id, run_id, start_time_ns))
+            return SimpleNamespace(trace_id="trace", span_id="root")
+
+        def start_span(self, name, trace_id, parent_id, inputs=None, start_time_ns=None) -> Any:
+            stand_in.record("start_span", (name, trace_id, parent_id, inputs, start_time_ns))
+            return SimpleNamespace(trace_id=trace_id, span_id=name)
+
+        def end_span(self, trace_id, span_id, outputs=None, end_time_ns=None) -> None:
+            stand_in.record("end_span", (span_id, outputs, end_time_ns))
+
+        def end_trace(self, trace_id, outputs=None, end_time_ns=None) -> None:
+            stand_in.record("end_trace", (trace_id, outputs, end_time_ns))
 
         def set_terminated(self, run_id, status=None, end_time=None) -> None:
             stand_in.record("finish", run_id)
@@ -307,6 +325,22 @@ def test_services_show_tables_and_other_loggers_ignore_them(
     sinks.log_table(Table("val/generations", rows), 7)
     assert [given for call, given in stand_in.calls if call == "log_table"] == [shown]
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_mlflow_shows_episodes_as_traces_at_the_times_that_were_recorded(tmp_path: Path, installed) -> None:
+    stand_in = installed("mlflow")
+    row = dict.fromkeys(EPISODE_COLUMNS, "x") | {"score": 1.0, "started": 1.0, "generated": 3.0, "scored": 4.5}
+    open_sinks(["mlflow"], RunInfo(tmp_path), RecordingConsole()).log_table(Table(EPISODES, [row]), 7)
+    calls = [each for each in stand_in.calls if "trace" in each[0] or "span" in each[0]]
+    tags = {"step": "7"} | dict.fromkeys(("group", "index", "branch", "data_source", "finish_reason"), "x")
+    assert calls[0] == ("start_trace", ("episode", {"prompt": "x"}, tags, "7", "id-2", 1_000_000_000))
+    assert calls[1:] == [
+        ("start_span", ("generate", "trace", "root", {"prompt": "x"}, 1_000_000_000)),
+        ("end_span", ("generate", {"response": "x"}, 3_000_000_000)),
+        ("start_span", ("score", "trace", "root", {"response": "x", "ground_truth": "x"}, 3_000_000_000)),
+        ("end_span", ("score", {"score": 1.0}, 4_500_000_000)),
+        ("end_trace", ("trace", {"response": "x", "score": 1.0}, 4_500_000_000)),
+    ]
 
 
 def test_a_table_is_kept_until_the_service_works(tmp_path: Path, installed) -> None:

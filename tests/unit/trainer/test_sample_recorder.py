@@ -13,7 +13,7 @@ from recording_console import RecordingConsole
 
 from verl.config.batch_sizes import BatchSizes
 from verl.data.plan import Plan, Planner
-from verl.tracking.sample_files import SCHEMA, write_samples
+from verl.tracking.sample_files import EPISODES, SCHEMA, write_samples
 from verl.tracking.sink import Table
 from verl.trainer.records.samples import RecordSettings, SampleRecorder
 from verl.types import SampleHandle
@@ -153,3 +153,24 @@ async def test_trackers_get_the_first_responses_of_each_validation(tmp_path: Pat
     assert (table.name, step) == ("val/generations", 5)
     expected = {"response": "2", "ground_truth": None, "score": 0.5}
     assert table.rows == [{"prompt": f"{number}+1=", **expected} for number in range(3)]
+
+
+async def test_recorded_episodes_of_some_prompts_are_passed_on_to_be_traced(tmp_path: Path) -> None:
+    shown: list[tuple[Table, int]] = []
+
+    async def write(file: SampleFile) -> int:
+        times = {"started": 1.0, "generated": 2.0, "scored": 3.0}
+        rows = [{"step": file.step, "group": group, "index": k, **times} for group in (4, 5) for k in range(2)]
+        write_samples(file.path, rows)
+        return 1
+
+    tracker: Any = SimpleNamespace(log=None, close=None, log_table=lambda table, step: shown.append((table, step)))
+    settings = RecordSettings(tmp_path, 1, 4, 1e6, is_traced=True, traced_groups=1)
+    recorder = SampleRecorder(settings, write, RecordingConsole(), tracker)
+    samples = handles()
+    recorder.record_trained(5, samples, plan_of(samples), read_tokens)
+    recorder.record_validation(5, samples)
+    await recorder.close()
+    [(table, step)] = shown
+    assert (table.name, step) == (EPISODES, 5)
+    assert [(row["group"], row["index"], row["scored"]) for row in table.rows] == [(4, 0, 3.0), (4, 1, 3.0)]

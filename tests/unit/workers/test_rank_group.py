@@ -12,6 +12,7 @@ import pytest
 
 from verl.cluster.hangs.pending_calls import PENDING_CALLS
 from verl.errors import ProcessLostError
+from verl.tracking.phases import PHASES
 from verl.workers.rank_speed import PROBE_S
 from verl.workers.train import PolicyGroup, TrainWorker
 
@@ -26,10 +27,10 @@ class Rank:
     def __init__(self) -> None:
         self.released, self.calls = asyncio.Event(), list[str]()
         self.error: Exception | None = None
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, Any] = {}
         self.__ray_call__ = SimpleNamespace(remote=lambda *_: None)
 
-    async def _prepare(self, plan: Any) -> dict[str, float]:
+    async def _prepare(self, plan: Any) -> dict[str, Any]:
         self.calls.append("prepare")
         await self.released.wait()
         if self.error is not None:
@@ -40,15 +41,17 @@ class Rank:
         self.calls.append("pack_bucket")
         return "bucket" if is_first else None
 
-    async def _finish_buckets(self) -> None:
+    async def _finish_buckets(self) -> dict[str, Any]:
         self.calls.append("finish_buckets")
         self.finished.set()
+        return {PHASES: [["train 0", "sync", 5.0, 6.0]]}
 
-    async def _gather_weights(self) -> None:
+    async def _gather_weights(self) -> dict[str, Any]:
         self.calls.append("gather_weights")
         if self.error is not None:
             raise self.error
         await self.finished.wait()
+        return {PHASES: [["train 1", "sync", 5.0, 7.0]]}
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(type(self), f"_{method}").__get__(self))
@@ -111,6 +114,23 @@ async def test_ranks_can_be_called_after_a_failure() -> None:
         await group.prepare(PLAN)
     ranks[1].error = None
     assert await pack(group) == ["bucket"]
+
+
+async def test_the_phases_of_all_ranks_are_kept_apart_from_metrics() -> None:
+    ranks = Rank(), Rank()
+    group = group_of(*ranks)
+    for index, rank in enumerate(ranks):
+        rank.metrics = {"actor/loss": 0.5, PHASES: [[f"train {index}", "prepare", 1.0, 2.0]]}
+        rank.released.set()
+    assert await group.prepare(PLAN) == {"actor/loss": 0.5}
+    await pack(group)
+    assert [row[:2] for row in group.take_phases()] == [
+        ["train 0", "prepare"],
+        ["train 1", "prepare"],
+        ["train 0", "sync"],
+        ["train 1", "sync"],
+    ]
+    assert group.take_phases() == []
 
 
 async def test_other_ranks_are_not_left_in_a_collective_when_packing_stops_early() -> None:

@@ -54,6 +54,9 @@ class Registry:
     async def locate(self, targets: Sequence[CallTarget]) -> dict[CallTarget, ProcessLocation]:
         return {target: self._locations[target] for target in targets if target in self._locations}
 
+    async def list_pids(self) -> dict[CallTarget, int]:
+        return {target: location.pid for target, location in self._locations.items()}
+
     async def submit(self, stalled: StalledCall) -> str:
         """Return the path of the report, once the controller has written it."""
         self._count += 1
@@ -155,6 +158,14 @@ def watch_for_hangs(
 def locate_processes(targets: Sequence[CallTarget]) -> Locations:
     with contextlib.suppress(RayError):
         return ray.get(_registry.locate.remote(list(targets)), timeout=_LOCATE_S)
+    return {}
+
+
+def list_processes() -> dict[CallTarget, int]:
+    """Return the pid of every process that has registered; none if the registry does not reply."""
+    if _registry is not None and ray.is_initialized():
+        with contextlib.suppress(RayError):
+            return ray.get(_registry.list_pids.remote(), timeout=_LOCATE_S)
     return {}
 
 

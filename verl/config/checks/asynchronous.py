@@ -37,6 +37,9 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
             f"{staleness} lets a step take the responses that finish first, and trainer.deterministic=true does not"
         )
         yield Conflict(_STALENESS, reason, "=0")
+    if config.skip.rollout.enable:
+        reason = "responses of another run are as old as the weights of their step"
+        yield Conflict(_STALENESS, f"{staleness} is not possible with skip.rollout.enable=true: {reason}", "=0")
     if config.data.sampler in SCORE_AWARE:
         reason = f"with data.sampler={config.data.sampler}, which prompts follow which scores would depend on time"
         yield Conflict(_STALENESS, f"{staleness} is not possible {reason}", "=0")

@@ -22,6 +22,9 @@ def find_conflicts(config: Config | SftConfig) -> Iterator[Conflict]:
         yield Conflict(
             f"{section}.save_contents", reason, "add model, or set trainer.save_hf=False and remove hf_model"
         )
+    if isinstance(config, Config) and config.skip.rollout.enable and config.trainer.deterministic:
+        reason = "responses of another run are not a function of the settings, as trainer.deterministic=true promises"
+        yield Conflict("skip.rollout.enable", reason, "=false")
     if trainer.test_freq > 0 and config.data.val_files is None:
         reason = f"{trainer.test_freq} requires validation data"
         yield Conflict("trainer.test_freq", reason, "set data.val_files=test.parquet")

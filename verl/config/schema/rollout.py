@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from verl.config.rollout_engines import DEFAULT_ENGINE, PLANNED_ENGINES, list_rollout_engines
 from verl.config.schema.base import Count, Positive, RegisteredName, Section, section, setting
-from verl.config.schema.conditions import BY_SAMPLES, BY_TOKENS, needs, needs_engine, unless
+from verl.config.schema.conditions import BY_SAMPLES, BY_TOKENS, OnlyIf, needs, needs_engine, needs_given, unless
 
 _HAS_GPU = unless("trainer.device", "cpu", reason="trainer.device=cpu; set {section}.cpu_cache_gib")
 _HAS_NO_GPU = unless("trainer.device", "cuda", reason="trainer.device=cuda; set {section}.gpu_memory_utilization")
@@ -103,6 +103,20 @@ class EngineArguments(Section):
     """Arguments of an engine that model.external_lib registers."""
 
 
+class TraceConfig(Section):
+    backend: Literal["mlflow"] | None = setting(
+        None,
+        only_if=OnlyIf(
+            ("trainer.logger",), lambda sinks: "mlflow" in sinks, "trainer.logger has no mlflow, which gets the traces"
+        ),
+    )
+    """Where recorded episodes of training are shown as traces; null: nowhere."""
+    max_samples_per_step_per_worker: Count | None = setting(
+        None, unit="prompts", only_if=needs_given("actor_rollout_ref.rollout.trace.backend")
+    )
+    """Prompts of a step whose episodes are traced, and recorded; null: those that trainer.samples records."""
+
+
 class RolloutConfig(Section):
     name: RolloutEngineName = setting(DEFAULT_ENGINE, planned=PLANNED_ENGINES)
     """Rollout engine; hf: transformers, for debugging."""
@@ -172,6 +186,7 @@ class RolloutConfig(Section):
     log_prob_max_token_len_per_gpu: Count | None = setting(None, unit="tokens", only_if=BY_TOKENS)
     """Tokens per rank and pass; null: same as the actor."""
     engine_kwargs: EngineArguments = section(EngineArguments, "Arguments for the engine itself.")
+    trace: TraceConfig = section(TraceConfig, "Traces of episodes.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Multi-turn episodes and tools.", only_if=_HAS_TURNS)
     agent: AgentConfig = section(AgentConfig, "What happens in a multi-turn episode.", only_if=_HAS_TURNS)
     gateway: GatewayConfig = section(

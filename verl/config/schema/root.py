@@ -11,7 +11,7 @@ from verl.config.schema.data import DataConfig
 from verl.config.schema.distillation import DistillationConfig
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.rollout import RolloutConfig
-from verl.config.schema.trainer import AsyncTrainingConfig, RayConfig, TrainerConfig
+from verl.config.schema.trainer import AsyncTrainingConfig, RayConfig, SkipConfig, TrainerConfig
 
 
 class ActorRolloutRefConfig(Section):
@@ -40,4 +40,5 @@ class Config(Section):
     async_training: AsyncTrainingConfig = section(
         AsyncTrainingConfig, "Asynchronous training: how far generation runs ahead, and the size of a batch."
     )
+    skip: SkipConfig = section(SkipConfig, "Stages to skip while debugging or measuring others.")
     ray_kwargs: RayConfig = section(RayConfig, "Ray.")

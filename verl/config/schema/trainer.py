@@ -223,6 +223,21 @@ class AsyncTrainingConfig(Section):
     """Factor of data.train_batch_size; null: 1. If neither factor is given, data.train_batch_size is what it is."""
 
 
+class SkipRolloutConfig(Section):
+    enable: bool = setting(False)
+    """Reuse responses of an earlier run, with their scores, where there are any; keep new ones for the next run."""
+    dump_dir: str = setting("~/.verl/rollout_dump", only_if=needs("skip.rollout.enable"))
+    """Folder of the kept responses; all machines with episode workers have to see it."""
+    steps: list[Count] = setting([], only_if=needs("skip.rollout.enable"))
+    """Steps whose responses are reused and kept, counted from 1; []: all."""
+    action: Literal["cache"] = setting("cache", only_if=needs("skip.rollout.enable"))
+    """cache: reuse the responses of the same step only."""
+
+
+class SkipConfig(Section):
+    rollout: SkipRolloutConfig = section(SkipRolloutConfig, "Responses of an earlier run, instead of new ones.")
+
+
 class RayInit(Section):
     """Arguments of `ray.init`; undeclared ones are passed on unchanged."""
 

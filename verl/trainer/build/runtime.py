@@ -17,6 +17,7 @@ from verl.cluster.hangs.pending_calls import CallTarget, Timeout, track_call
 from verl.cluster.hangs.registry import watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
 from verl.cluster.session import detect_device, disconnect, reconnect, write_timeline
+from verl.cluster.worker_logs import copy_worker_logs
 from verl.config.batch_sizes import count_extra_devices, count_group_devices, count_rank_multiple, count_train_ranks
 from verl.config.checks import Check, asynchronous, device_support, run_checks, trainer
 from verl.config.paths import change_settings, with_changes
@@ -165,6 +166,7 @@ class RunBuilder(Generic[C]):
             self._closing.callback(_write_timeline, Path(timeline), self.config.trainer.checkpoint_dir, self.console)
         hangs = self.config.trainer.checkpoint_dir / "hangs"
         self._closing.enter_context(watch_for_hangs(hangs, self.console.note, self.console.advice, limits.reply))
+        self._closing.enter_context(copy_worker_logs(self.config.trainer.checkpoint_dir / "logs"))
         self.device = detect_device() if device == "auto" else device
         self._check_device()
         if self.restarts.has_restarted:

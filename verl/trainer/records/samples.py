@@ -12,7 +12,7 @@ from verl.config.batch_sizes import get_record_interval
 from verl.config.schema import Config
 from verl.data.plan import Plan
 from verl.tracking.console import Console
-from verl.tracking.sample_files import FOLDER, get_sample_file, read_texts
+from verl.tracking.sample_files import EPISODES, FOLDER, get_sample_file, read_episodes, read_texts
 from verl.tracking.sink import Table, TableSink
 from verl.types import SampleHandle
 from verl.workers.sample_rows import SampleFile
@@ -33,6 +33,8 @@ class RecordSettings:
         train_dir: A folder for all responses of training, as JSON lines.
         val_dir: The same for validation.
         val_table: How many responses of a validation metric loggers show as a table.
+        is_traced: Whether metric loggers get the recorded episodes of training.
+        traced_groups: Those of how many prompts of a step; None: of all.
     """
 
     folder: Path
@@ -42,10 +44,12 @@ class RecordSettings:
     train_dir: Path | None = None
     val_dir: Path | None = None
     val_table: int = 0
+    is_traced: bool = False
+    traced_groups: int | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> RecordSettings:
-        trainer = config.trainer
+        trainer, trace = config.trainer, config.actor_rollout_ref.rollout.trace
         train_dir, val_dir = (
             None if folder is None else Path(folder).expanduser().absolute()
             for folder in (trainer.rollout_data_dir, trainer.validation_data_dir)
@@ -58,6 +62,8 @@ class RecordSettings:
             train_dir,
             val_dir,
             val_table=trainer.log_val_generations,
+            is_traced=trace.backend is not None,
+            traced_groups=trace.max_samples_per_step_per_worker,
         )
 
 
@@ -137,11 +143,17 @@ class SampleRecorder:
                 self._count(size)
 
     async def _show(self, file: SampleFile) -> None:
-        """Pass the responses of a validation to the metric loggers."""
-        if self._tracker is None or not self._settings.val_table or file.path.suffix != ".parquet":
+        """Pass responses to the metric loggers: of a validation as a table, of training as episodes to be traced."""
+        settings = self._settings
+        if self._tracker is None or file.path.suffix != ".parquet":
             return
-        if file.split == "val" and (rows := await asyncio.to_thread(read_texts, file.path, self._settings.val_table)):
-            self._tracker.log_table(Table("val/generations", rows), file.step)
+        name, rows = "val/generations", list[dict[str, Any]]()
+        if file.split == "val" and settings.val_table:
+            rows = await asyncio.to_thread(read_texts, file.path, settings.val_table)
+        elif file.split == "train" and settings.is_traced:
+            name, rows = EPISODES, await asyncio.to_thread(read_episodes, file.path, settings.traced_groups)
+        if rows:
+            self._tracker.log_table(Table(name, rows), file.step)
 
     def _count(self, size: int) -> None:
         before, self._bytes = self._has_room(), self._bytes + size

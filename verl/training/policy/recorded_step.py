@@ -51,7 +51,7 @@ def write_step(
     """Write a step before it is prepared; all ranks call it together, each with its own samples."""
     for name, state in policy.states().items():
         save(state, folder / name)
-    content = {"plan": _describe_plan(plan), **_pack(samples)}
+    content = {"plan": _describe_plan(plan), **pack_samples(samples)}
     save({"device": device, str(plan.rank): content}, folder / BATCH)
 
 
@@ -111,7 +111,7 @@ def _parse_plan(rank: int, values: Mapping[str, Any]) -> RankPlan:
     return RankPlan(rank=rank, refs=[], components=components, **lists, **arrays)  # type: ignore[arg-type]
 
 
-def _pack(samples: Sequence[Sample]) -> dict[str, Any]:
+def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return each field of samples: arrays end to end, with their lengths (-1: None); other values as a list."""
     arrays: dict[str, Any] = {}
     lengths: dict[str, list[int]] = {}
@@ -135,11 +135,19 @@ def _read_rank(folder: Path, index: ShardIndex, rank: int) -> tuple[list[Sample]
                 name, whole = full.removeprefix(prefix), torch.empty(entry.shape, dtype=entry.dtype)
                 files.fill(whole, (0,) * whole.ndim, full, entry)
                 columns[name] = _split(whole.numpy(), stored[f"lengths.{name}"])
-    samples = [
-        Sample(**{name: _restore(name, column[k]) for name, column in columns.items()}) for k in range(stored["count"])
-    ]
+    samples = _build_samples(stored["count"], columns)
     plan = {name.removeprefix("plan."): each for name, each in stored.items() if name.startswith("plan.")}
     return samples, _parse_plan(rank, plan)
+
+
+def unpack_samples(packed: Mapping[str, Any]) -> list[Sample]:
+    """Return what `pack_samples` was given."""
+    arrays = {name: _split(array.numpy(), packed["lengths"][name]) for name, array in packed["arrays"].items()}
+    return _build_samples(packed["count"], {**packed["values"], **arrays})
+
+
+def _build_samples(count: int, columns: Mapping[str, Sequence[Any]]) -> list[Sample]:
+    return [Sample(**{name: _restore(name, column[k]) for name, column in columns.items()}) for k in range(count)]
 
 
 def _split(values: npt.NDArray[Any], lengths: Sequence[int]) -> list[npt.NDArray[Any] | None]:
