@@ -51,6 +51,7 @@ ROTATION = (
         "combinations",
         "async_learning",
         "mistakes",
+        "overhead",
     ),
     (
         "trust",

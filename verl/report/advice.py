@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from verl.diagnosis.diagnosis import REMIND_AFTER, diagnose
 from verl.tracking.run_folder import RunFolder, RunWarning, StepMetrics
 
-_MOST_STEPS = (
-    3_000  # the rules look back over the whole run at every step: seconds for these, minutes for ten times more
-)
+MOST_STEPS = 3_000
+"""The last steps of a run to which the rules are applied afterwards: each time they look back over all of them."""
 
 
 def read_advice(folder: RunFolder, metrics: Sequence[StepMetrics]) -> list[RunWarning]:
@@ -17,7 +16,7 @@ def read_advice(folder: RunFolder, metrics: Sequence[StepMetrics]) -> list[RunWa
     recorded, times = folder.read_warnings(), {each.step: each.time for each in metrics}
     found = [
         RunWarning(step, times[step], advice.text, advice.rule)
-        for step, advice in diagnose((each.step, each.values) for each in metrics[-_MOST_STEPS:])
+        for step, advice in diagnose((each.step, each.values) for each in metrics[-MOST_STEPS:])
         if not is_recorded(step, advice.rule, recorded)
     ]
     return sorted([*recorded, *found], key=lambda each: each.step)

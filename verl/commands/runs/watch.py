@@ -12,7 +12,7 @@ from verl.commands.arguments import ArgumentParser
 from verl.diagnosis.diagnosis import Diagnosis
 from verl.diagnosis.rule import Advice
 from verl.errors import VerlError
-from verl.report.advice import is_recorded
+from verl.report.advice import MOST_STEPS, is_recorded
 from verl.tracking.console import Console
 from verl.tracking.run_folder import RunWarning
 from verl.tracking.run_history import KEPT
@@ -83,8 +83,9 @@ class Watcher:
         for warning in self._warnings.read():
             self._remember(warning)
             history.record_warning(str(warning.get("text")))
-        for record in records:
+        for record in records[-MOST_STEPS:]:
             self._diagnose(record)
+        for record in records:
             if steps and record["step"] >= steps[-_SHOWN:][0]:
                 self._show(record)
                 continue
