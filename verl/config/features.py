@@ -27,7 +27,13 @@ def may_score_itself(config: Config) -> bool:
     """Whether episodes bring their own score: from an environment, or from an agent of the user."""
     rollout = config.actor_rollout_ref.rollout
     is_custom = rollout.agent.default_agent_loop not in ("tool_agent", "single_turn")
-    return rollout.multi_turn.enable and (rollout.multi_turn.environment is not None or is_custom)
+    return has_environment(config) or (rollout.multi_turn.enable and is_custom)
+
+
+def has_environment(config: Config) -> bool:
+    """Whether an environment scores episodes, instead of reward functions and models."""
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    return turns.enable and turns.environment is not None
 
 
 def may_score_code(config: Config) -> bool:

@@ -549,6 +549,15 @@ COMPONENTS = "algorithm.reward_components=[correct,format]"
     [
         ([GDPO], "set algorithm.reward_components=[correct,format]"),
         ([GDPO, *MODEL], "set algorithm.reward_components=[correct,format]"),
+        (
+            [
+                GDPO,
+                "reward.functions=[{label: correct}]",
+                f"{R}.multi_turn.enable=true",
+                f"{R}.multi_turn.environment=g.py:G",
+            ],
+            "set algorithm.reward_components=[correct,format]",
+        ),
         ([GDPO, "algorithm.reward_components=[a,b,a]"], "a is listed more than once"),
         ([GDPO, COMPONENTS, "algorithm.component_weights=[1]"], "1 weights for 2 names"),
         ([GDPO, COMPONENTS, "algorithm.use_kl_in_reward=true"], f"set algorithm.use_kl_in_reward=false and {A}.use_kl"),

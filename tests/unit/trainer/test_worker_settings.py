@@ -160,6 +160,15 @@ def test_estimators_that_do_not_use_components_need_none() -> None:
     assert episode_settings(custom, {}, 1).components == ["correct", "my_format"]
 
 
+def test_rewards_that_an_environment_makes_ineffective_are_not_components() -> None:
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    environment = (f"{turns}.enable=true", f"{turns}.environment=game.py:Game")
+    custom = ("algorithm.adv_estimator=my_module:estimator", *environment, FUNCTIONS, *REWARD_MODEL)
+    assert episode_settings(config_of(*custom), {}, 1).components == []
+    assert episode_settings(config_of(*custom, NAMED), {}, 1).components == ["correct", "other"]
+    assert episode_settings(config_of(*custom, *OVERLONG), {}, 1).components == ["raw_score", "overlong_penalty"]
+
+
 LORA = ("actor.lora_rank=12", "actor.lora_alpha=24", "trainer.seed=5")
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
 

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from verl.config.checks.conflict import Conflict
 from verl.config.checks.ignored import find_unmet_condition
-from verl.config.features import uses_critic, uses_preferences, uses_reward_function, uses_task_rewards
+from verl.config.features import (
+    has_environment,
+    uses_critic,
+    uses_preferences,
+    uses_reward_function,
+    uses_task_rewards,
+)
 from verl.config.paths import is_overridden
 from verl.config.schema import Config, collect_settings
 from verl.config.schema.algorithm import RATIOS, RolloutCorrectionConfig
@@ -91,7 +97,8 @@ def _check_components(config: Config) -> Iterator[Conflict]:
         yield Conflict("algorithm.component_weights", reason, "give one weight per name")
     if algorithm.adv_estimator != "gdpo" or uses_preferences(config) or not uses_task_rewards(config):
         return
-    if not (names or reward.functions or reward.overlong_buffer.enable or _adds_model(config)):
+    has_parts = (reward.functions or _adds_model(config)) and not has_environment(config)
+    if not (names or has_parts or reward.overlong_buffer.enable):
         yield Conflict(
             ESTIMATOR,
             "gdpo normalizes each component of the reward, but none is known",

@@ -7,7 +7,13 @@ from math import inf
 
 from verl.config.batch_sizes import count_engine_devices, count_rollout_devices
 from verl.config.checks.conflict import Conflict
-from verl.config.features import differs_by_truncation, get_importance_weights, get_quantization, may_score_code
+from verl.config.features import (
+    differs_by_truncation,
+    get_importance_weights,
+    get_quantization,
+    has_environment,
+    may_score_code,
+)
 from verl.config.paths import is_overridden
 from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema import Config
@@ -143,13 +149,13 @@ def find_data_hints(config: Config) -> Iterator[Conflict]:
 
 def _find_unused_rewards(config: Config) -> Iterator[Conflict]:
     """Yield the rewards that are configured beside an environment, whose own rewards score its episodes."""
-    reward, turns = config.reward, config.actor_rollout_ref.rollout.multi_turn
+    reward = config.reward
     given = {
         "reward.custom_reward_function.path": reward.custom_reward_function.path,
         "reward.functions": reward.functions,
         "reward.reward_model.enable": reward.reward_model.enable,
     }
-    for key in (key for key, value in given.items() if value and turns.enable and turns.environment):
+    for key in (key for key, value in given.items() if value and has_environment(config)):
         yield Conflict(
             key,
             f"has no effect on episodes of {ROLLOUT}.multi_turn.environment, whose score is the sum of the rewards "

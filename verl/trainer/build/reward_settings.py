@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from verl.config.features import uses_reward_function, uses_task_rewards
+from verl.config.features import has_environment, uses_reward_function, uses_task_rewards
 from verl.config.schema.conditions import is_custom_function
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.root import Config
@@ -18,15 +18,18 @@ from verl.rewards.settings import RewardFunctionSettings
 def reward_components(config: Config) -> dict[str, float]:
     """Return the weights of the reward components that the estimator sees, by name.
 
-    Without names they are the parts that the score is a sum of. Only gdpo and custom estimators use components.
+    Without names they are the parts that the score is a sum of; an environment's score has no parts of its own. Only
+    gdpo and custom estimators use components.
     """
     reward, algorithm = config.reward, config.algorithm
     uses_components = algorithm.adv_estimator == "gdpo" or is_custom_function(algorithm.adv_estimator)
     if not uses_components or not uses_task_rewards(config):
         return {}
-    parts = {get_label(part): float(part.get("weight", 1.0)) for part in reward.functions}
-    if reward.reward_model.enable and uses_reward_function(config):
-        parts = (parts or {"function_score": 1.0}) | {"model_score": reward.reward_model.weight}
+    parts: dict[str, float] = {}
+    if not has_environment(config):
+        parts = {get_label(part): float(part.get("weight", 1.0)) for part in reward.functions}
+        if reward.reward_model.enable and uses_reward_function(config):
+            parts = (parts or {"function_score": 1.0}) | {"model_score": reward.reward_model.weight}
     if reward.overlong_buffer.enable:
         parts = (parts or {"raw_score": 1.0}) | {"overlong_penalty": 1.0}
     names = algorithm.reward_components or list(parts)
