@@ -25,6 +25,7 @@ from verl.trainer.build.worker_settings import (
     build_planner,
     coarsest_dtype,
     episode_settings,
+    reward_model_settings,
     timeouts,
     train_settings,
 )
@@ -167,6 +168,14 @@ def test_rewards_that_an_environment_makes_ineffective_are_not_components() -> N
     assert episode_settings(config_of(*custom), {}, 1).components == []
     assert episode_settings(config_of(*custom, NAMED), {}, 1).components == ["correct", "other"]
     assert episode_settings(config_of(*custom, *OVERLONG), {}, 1).components == ["raw_score", "overlong_penalty"]
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "device", "batch"), [("false", "cpu", 16), ("true", "cpu", 1), ("true", "cuda", 16)]
+)
+def test_deterministic_scores_do_not_depend_on_the_batch(deterministic: str, device: str, batch: int) -> None:
+    settings = reward_model_settings(config_of(*REWARD_MODEL, f"trainer.deterministic={deterministic}"), device, 0)
+    assert (settings.batch, settings.batch_invariant) == (batch, (deterministic, device) == ("true", "cuda"))
 
 
 LORA = ("actor.lora_rank=12", "actor.lora_alpha=24", "trainer.seed=5")

@@ -261,10 +261,11 @@ def reward_model_settings(config: Config, device: str, index: int) -> RewardMode
     assert model.model_path is not None
     factory = get_rollout_engine(model.rollout.name).reward_model
     assert factory is not None, "the name is checked against the engines that run reward models"
+    is_alone = config.trainer.deterministic and device == "cpu"  # the last bits of a score depend on its batch
     return RewardModelSettings(
         factory,
         model_path=model.model_path,
-        batch=model.micro_batch_size_per_gpu,
+        batch=1 if is_alone else model.micro_batch_size_per_gpu,
         deadline_s=config.reward.deadline_s,
         dtype=resolve_dtype("auto", device),
         device=device,
