@@ -25,6 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from verl.algorithms.objective import PolicyObjective
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
+from verl.memory_plan.model_memory import PROBE_TOKENS
 from verl.models.model_support import MODEL_ATTENTION
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.model import PackedCausalLM, PackedModel
@@ -83,8 +84,8 @@ def measure_phases(
     peaks["update"] = _end_phase(tracker)
     deque(engine.weights(torch.bfloat16), maxlen=0)
     peaks["weight sync"] = _end_phase(tracker)
-    for offloader in (engine._weights, engine._moments):
-        offloader.active = False  # else `state` makes copies in host memory, which would be counted too
+    engine.forward([make_batch([PROBE_TOKENS // 8] * 8, 1)])
+    peaks["probe"] = _end_phase(tracker)
     engine.state()
     peaks["save"] = _end_phase(tracker)
     return peaks
@@ -137,6 +138,9 @@ class _FakeOffloader(Offloader):
         super().__init__(tensors, active=active)
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []
         self.offload()
+
+    def copy_to_host(self, state: Any) -> Any:
+        return state  # copies in host memory would be counted too
 
     def load(self) -> None:
         for storage, size in self._emptied:

@@ -38,7 +38,8 @@ from verl.rollout.replica_pool import MAX_LOSSES, Request
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.types import Completion, SampleHandle, SamplingParams
-from verl.weights.sync import HostTransport, Probe, WeightSync
+from verl.weights.probe import Probe
+from verl.weights.sync import HostTransport, WeightSync
 
 __all__ = ["Outcome", "Violation", "run_seed"]
 

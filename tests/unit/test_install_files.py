@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_owners import find_installed_records, find_overwritten, read_record
+from packaging.specifiers import SpecifierSet
 
 pytestmark = pytest.mark.unit
 
@@ -28,7 +30,7 @@ def read(name: str) -> str:
 
 def read_pins(name: str) -> dict[str, str]:
     """Normalized name -> version without its build."""
-    pins = re.findall(r"^([\w.-]+)==([^\s+]+)", read(name), re.MULTILINE)
+    pins = re.findall(r"^([\w.-]+?)={2,3}([^\s+=]+)", read(name), re.MULTILINE)
     return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in pins}
 
 
@@ -76,6 +78,23 @@ def test_cpu_pins_have_the_cpu_build_of_torch_and_no_cuda_build() -> None:
     assert re.search(r"^torch==\d+\.\d+\.\d+\+cpu$", read("requirements.txt"), re.MULTILINE)
     for name in ("requirements.txt", "constraints.txt"):
         assert not read_pins(name).keys() & CUDA_BUILDS
+
+
+def test_the_cpu_build_of_torch_does_not_satisfy_the_cuda_pins() -> None:
+    (pin,) = re.findall(r"^torch(=\S+)$", read("requirements-cuda.txt"), re.MULTILINE)
+    assert not SpecifierSet(pin).contains(f"{pin.strip('=')}+cpu")
+    assert SpecifierSet(pin).contains(pin.strip("="))
+
+
+def test_no_file_is_owned_by_two_installed_packages() -> None:
+    """The package that is installed last would overwrite the other's file."""
+    assert find_overwritten(map(read_record, find_installed_records())) == {}
+
+
+def test_a_file_of_two_packages_is_found_unless_it_is_the_same() -> None:
+    same = ("ns/__init__.py", "sha256=1")
+    records = [{"cuda_python": [("cuda/cuda.so", "sha256=a"), same]}, {"cuda_bindings": [("cuda/cuda.so", "sha256=b")]}]
+    assert find_overwritten([*records, {"other": [same]}]) == {"cuda/cuda.so": ["cuda_bindings", "cuda_python"]}
 
 
 def test_uv_takes_torch_of_the_cpu_extra_from_pytorch_and_leaves_out_the_cuda_builds() -> None:

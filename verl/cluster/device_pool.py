@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, CallTarget, Timeout, track_call
@@ -25,7 +32,8 @@ _COUNT_INTERVAL_S = 5.0
 class DevicePool:
     """Reserves `count` devices (GPUs, or CPU cores if `device` is "cpu"), all of them or none.
 
-    Devices come in blocks of `width` adjacent ones; the devices of a block are on one node.
+    Devices come in blocks of `width` adjacent ones; the devices of a block are on one node, and so are adjacent blocks
+    as far as possible: groups of ranks that exchange much are formed of adjacent ranks.
     """
 
     def __init__(self, count: int, device: str, *, width: int = 1) -> None:
@@ -70,7 +78,7 @@ class DevicePool:
         if device is not None:
             options["num_cpus" if self.resource == "CPU" else "num_gpus"] = share
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=device // self._width
+                self._group, placement_group_bundle_index=self._blocks[device // self._width]
             )
         if nsys:
             options["runtime_env"] = {"nsight": dict(nsys)}
@@ -80,6 +88,21 @@ class DevicePool:
             options["max_restarts"] = -1
         return ray.remote(actor).options(**options).remote(*args)
 
+    @cached_property
+    def _blocks(self) -> list[int]:
+        """The index of each block's bundle. Only known once they are reserved."""
+        return sort_by_node(self._bundle_nodes)
+
+    @property
+    def _bundle_nodes(self) -> list[str]:
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        return [nodes[index] for index in range(len(nodes))]
+
+    def list_nodes(self) -> list[str]:
+        """Return the id of each device's node."""
+        nodes = self._bundle_nodes
+        return [nodes[index] for index in self._blocks for _ in range(self._width)]
+
     def is_one_machine(self) -> bool:
         """Return whether all nodes of the cluster run on one machine, and so share its memory."""
         return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) == 1
@@ -88,6 +111,20 @@ class DevicePool:
         """Release the devices, unless that is left to the end of the connection: without a GCS it would not return."""
         if ray.is_initialized() and not is_connected():
             remove_placement_group(self._group)
+
+
+def sort_by_node(nodes: Sequence[str]) -> list[int]:
+    """Return the indices of bundles, given the node of each, so that those of a node follow each other.
+
+    Ray packs bundles, but in no order of nodes. Nodes with more bundles come first: groups of ranks then begin where a
+    node begins, if groups fit into the larger nodes.
+
+    >>> sort_by_node(["a", "b", "c", "b", "a", "b"])
+    [1, 3, 5, 0, 4, 2]
+    """
+    counts = Counter(nodes)  # in the order of their first bundle, which a stable sort keeps
+    ranks = {node: rank for rank, node in enumerate(sorted(counts, key=lambda node: -counts[node]))}
+    return sorted(range(len(nodes)), key=lambda index: ranks[nodes[index]])
 
 
 PlacementPool = DevicePool | LocalPool

@@ -79,7 +79,8 @@ class MemoryPlan:
             "log-probs": self._highest({name: model.in_logprobs() for name, model in self.models.items()}) + asleep,
             "update": self._highest({name: model.in_update() for name, model in trained.items()}) + asleep,
             "weight sync": self._highest({"actor": actor.in_weight_sync()}) + loading,
-            "save": self._highest({"actor": actor.in_save()}) + asleep,
+            "probe": self._highest({"actor": actor.in_probe()}) + awake,
+            "save": self._highest({name: model.in_save() for name, model in trained.items()}) + awake,
         }
         return {phase: usage + others for phase, usage in phases.items()}
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields
 from verl.models.model_shape import ModelShape
 from verl.training.fsdp.settings import FsdpSettings
 
-PHASES = ("load", "log-probs", "update", "weight sync", "save")
+PHASES = ("load", "log-probs", "update", "weight sync", "probe", "save")
 CHUNK_LOGITS, CHUNK_POSITIONS = 1 << 24, 1024  # as in verl.training.kernels.logprobs, on the CPU and on accelerators
 SYNC_BYTES = 2  # per weight that is sent to an engine
+PROBE_TOKENS = 256  # of the sequences that are compared after a weight sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ class ModelMemory:
         """Return the highest usage of each phase; a model that is not trained has no update and is not saved."""
         phases = {"load": self.at_load(), "log-probs": self.in_logprobs()}
         if self.update is not None:
-            phases |= {"update": self.in_update(), "weight sync": self.in_weight_sync(), "save": self.in_save()}
+            phases |= {"update": self.in_update(), "weight sync": self.in_weight_sync()}
+            phases |= {"probe": self.in_probe(), "save": self.in_save()}
         return phases
 
     def at_load(self) -> Usage:
@@ -87,8 +89,16 @@ class ModelMemory:
         return Usage(weights=0 if self.settings.offload_policy else self._weights)
 
     def in_logprobs(self) -> Usage:
+        """Return the usage of a pass without gradients."""
+        return self._forward_pass(self.forward)
+
+    def in_probe(self) -> Usage:
+        """Return the usage of the pass that follows a weight sync, while engines on the same device are awake."""
+        return self._forward_pass(PassSize(PROBE_TOKENS, PROBE_TOKENS))
+
+    def _forward_pass(self, size: PassSize) -> Usage:
         """Return the usage of a pass without gradients: before or in a layer, or of the last layer's logits."""
-        size, b, shape = self.forward, self._compute, self.shape
+        b, shape = self._compute, self.shape
         root = b * shape.root_parameters
         gathered = 2 * b * self._gathered_layer  # the buffer of the collective, and the weights copied from it
         hidden = b * size.tokens * shape.width
@@ -105,7 +115,10 @@ class ModelMemory:
         return self._in_use() + _highest(start, between, layer, head)
 
     def in_update(self) -> Usage:
-        """Return the usage of an update: in the backward pass of head, layers or embeddings, or in the step."""
+        """Return the usage of an update: in the backward pass of head, layers or embeddings, or in the step.
+
+        The pass before a save, which shows whether the model has diverged, is one of few tokens and needs no more.
+        """
         assert self.update is not None
         trained = self._trained_parameters
         earlier = trained if self.micro_batches > 1 else 0
@@ -162,8 +175,11 @@ class ModelMemory:
         return self._in_use() + Usage(buffers=2 * SYNC_BYTES * largest + SYNC_BYTES * largest // self.ranks)
 
     def in_save(self) -> Usage:
-        """Return the usage while the state is copied to host memory."""
-        return self._in_use(with_moments=True)
+        """Return the usage while the state is copied to host memory: what is offloaded, one tensor at a time."""
+        settings, shape = self.settings, self.shape
+        offloads = settings.param_offload or settings.optimizer_offload
+        largest = shape.vocabulary * shape.width // self.ranks if offloads and not settings.offload_policy else 0
+        return self.at_rest() + Usage(buffers=_itemsize(settings.param_dtype) * largest)
 
     @property
     def _compute(self) -> int:
@@ -173,6 +189,11 @@ class ModelMemory:
     def sharded_bytes(self) -> int:
         """The bytes of all weights in the type in which they are gathered."""
         return self._compute * self.shape.parameters
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes of a rank's part of a checkpoint."""
+        return self._weights + self._moments
 
     @property
     def _weights(self) -> int:

@@ -60,7 +60,7 @@ def estimate_seconds(run: MemoryPlan, cluster: Cluster, load: Workload) -> dict[
     seconds["update"] = load.epochs * sum(_pass(model, cluster, load, trains=True) for model in trained)
     sent = ENGINE_BYTES * actor.shape.parameters
     seconds["weight sync"] = sent / (LINK_EFFICIENCY * cluster.device.host) + sent / cluster.link
-    seconds["save"] = actor.in_save().total / (LINK_EFFICIENCY * cluster.device.host)
+    seconds["save"] = actor.saved_bytes / (LINK_EFFICIENCY * cluster.device.host)
     return seconds
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
+from verl.cluster.cuda_build import find_torch_problem
 from verl.cluster.nvidia_smi import query_gpus
 from verl.config.batch_sizes import count_extra_devices, count_train_ranks
 from verl.config.schema import Config
-from verl.installation import format_install_hint, format_requirement_hint, format_vllm_hint
+from verl.installation import format_requirement_hint, format_vllm_hint
 from verl.memory_plan.accelerators import GIB
 from verl.preflight.finding import Finding, Severity
 from verl.trainer.build.preflight import advise_on_cores
@@ -93,13 +94,8 @@ def _installed(package: str) -> str:
 
 
 def _find_torch_build(gpus: int) -> Iterator[Finding]:
-    if gpus and "+cpu" in _installed("torch"):
-        yield Finding(
-            Severity.ERROR,
-            "torch",
-            f"{_installed('torch')} has no CUDA, but this machine has {gpus} GPU{'s' * (gpus > 1)}",
-            format_install_hint("vllm"),
-        )
+    if gpus and (problem := find_torch_problem()):
+        yield Finding.from_message(problem)
 
 
 def find_space_findings() -> Iterator[Finding]:

@@ -51,7 +51,7 @@ class SFTBuilder(RunBuilder[SftConfig]):
 
     async def build(self) -> TrainLoop[SFTTrainer]:
         await self.start_runtime()
-        model = self.spawn_train_workers(SFTWorkerGroup)
+        model = await self.spawn_train_workers(SFTWorkerGroup)
         with timer(self.times, "start_data"), self.console.stage("reading the data"):
             data = await asyncio.to_thread(read_sft_data, self.config)
         schedule = build_schedule(self.config, data)

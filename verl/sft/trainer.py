@@ -148,6 +148,9 @@ class SFTTrainer:
                 loss, tokens = loss + batch_loss, tokens + batch_tokens
         return Validation({"val/loss": loss / max(tokens, 1.0), **times}, [])
 
+    async def prepare_save(self, version: int) -> None:
+        """Nothing shares the devices."""
+
     def state(self, version: int) -> dict[str, Any]:
         return {"data": self.loader.state(version)}
 

@@ -35,6 +35,7 @@ class SFTWorker(BaseTrainWorker):
 
     @explain_out_of_memory
     def update(self, rank_batch: RankBatch) -> dict[str, Any]:
+        self._divergence = None
         with self._phases.measure("update"):
             metrics = self._model.update(rank_batch) | self.peak_memory()
             metrics |= {"perf/train_worker_rss_gib": resident_gib()} | self.probe_speed()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -50,10 +50,12 @@ class RLTrainer:
         console: Console,
         throughput: Throughput,
         records: StepRecords,
+        saves_at: Callable[[int], bool] = lambda version: False,
     ) -> None:
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
         self.episodes, self.evaluator, self.console = episodes, evaluator, console
         self._throughput, self._records, self._times = throughput, records, PhaseTimes()
+        self._saves_at = saves_at
         self._diagnosis = Diagnosis()
         self._weights_version: int | None = None  # version in the train workers; None during an update
 
@@ -81,6 +83,8 @@ class RLTrainer:
                     self._weights_version = None
                     update = await self.policy.update()
                     self._weights_version = version + 1
+                if self._saves_at(version + 1):
+                    await self.policy.check()  # now, because it takes memory: engines are awake during the save
             if self._records.replay is not None:
                 self._records.replay.finish(version + 1, {**stats, **update})
             with self._times.measure("sync"), self.console.stage(_SENDING, is_logged=False):
@@ -118,6 +122,10 @@ class RLTrainer:
             means = await self.evaluator.evaluate(record)
         warnings = [Advice(text) for text in self.evaluator.warnings]
         return Validation(means, [*warnings, *self._diagnosis.advise(means, version)])
+
+    async def prepare_save(self, version: int) -> None:
+        if not self._saves_at(version):
+            await self.weights.free_devices()  # for good: the run ends after a save that is not due
 
     def state(self, version: int) -> dict[str, Any]:
         return {"data": self.buffer.state()}

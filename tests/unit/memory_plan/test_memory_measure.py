@@ -71,7 +71,7 @@ def test_a_tiny_model_is_measured_as_one_of_two_ranks() -> None:
     shard = estimate.at_load().total
     assert tuple(measured) == PHASES
     assert measured["load"] == pytest.approx(shard, rel=0.02)
-    assert measured["save"] == pytest.approx(3 * shard, rel=0.02)  # the moments are back
+    assert measured["save"] == pytest.approx(shard, rel=0.02)  # the moments are copied one by one
     assert measured["log-probs"] == pytest.approx(estimate.in_logprobs().total, rel=0.1)  # and here they are not
     assert measured["update"] >= 4 * shard
     assert not dist.is_initialized()

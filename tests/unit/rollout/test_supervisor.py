@@ -11,7 +11,8 @@ from verl.errors import EngineError, ProcessLostError
 from verl.rollout.engine import EngineView
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
 from verl.waiting import with_timeout
-from verl.weights.sync import HostTransport, Probe, WeightSync
+from verl.weights.probe import Probe
+from verl.weights.sync import HostTransport, WeightSync
 
 pytestmark = pytest.mark.unit
 

@@ -54,6 +54,7 @@ class Dying:
         return {}
 
     async def begin(self, version: int) -> None: ...
+    async def prepare_save(self, version: int) -> None: ...
 
     async def diagnose(self, metrics: Any, version: int) -> list[Any]:
         return []

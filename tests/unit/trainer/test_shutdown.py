@@ -148,9 +148,12 @@ class Stepping:
         self.loop = TrainLoop(self, LoopSchedule(1, 10), seen, seen, seen, RestartTracker(seen))
         self.clock, self.seconds, self.stopping, self.signalled = clock, seconds, stopping, signalled
         self.validated: list[int] = []
+        self.prepared: list[int] = []
         self.during_validation: Callable[[], None] = lambda: None
 
     async def begin(self, version: int) -> None: ...
+    async def prepare_save(self, version: int) -> None:
+        self.prepared.append(version)
 
     async def diagnose(self, metrics: Any, version: int) -> list[Any]:
         return []
@@ -169,6 +172,13 @@ class Stepping:
         if version == self.signalled:
             self.stopping.request_stop()
         return {}
+
+
+async def test_the_devices_are_made_free_before_every_save() -> None:
+    around, stopping, clock = Recorder(), StopController(), Clock()
+    stepping = Stepping(around, clock, 1, stopping, signalled=3)
+    await stepping.loop.fit(stopping)
+    assert stepping.prepared == around.saves == [4]
 
 
 async def test_a_run_that_is_asked_to_stop_saves_even_with_save_freq_minus_one() -> None:

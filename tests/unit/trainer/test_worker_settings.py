@@ -31,7 +31,7 @@ from verl.trainer.build.worker_settings import (
 )
 from verl.training.settings import LoraSettings
 from verl.types import SampleHandle
-from verl.weights.sync import TOLERANCES
+from verl.weights.probe import TOLERANCES
 from verl.workers.episodes import EpisodeWorker
 
 pytestmark = pytest.mark.unit

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from verl.training.fsdp.offload import Offloader, copy_to_host, iter_moments
+from verl.training.fsdp.offload import Offloader, iter_moments
 
 pytestmark = pytest.mark.unit
 
@@ -103,10 +103,27 @@ def test_moments_are_offloaded_as_soon_as_they_exist():
     assert torch.equal(model.weight, plain.weight)
 
 
+def test_an_offloaded_state_is_copied_one_tensor_at_a_time():
+    weights = [torch.full((4,), float(value)) for value in range(3)]
+    offloader = offload(weights)
+    loaded = []
+
+    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            loaded.append(sum(weight.untyped_storage().nbytes() > 0 for weight in weights))
+            return function(*args, **(kwargs or {}))
+
+    with Watching():
+        state = offloader.copy_to_host({"model": dict(enumerate(weights)), "schedule": {"step": 3}})
+    assert [state["model"][index].tolist() for index in range(3)] == [[value] * 4 for value in range(3)]
+    assert state["schedule"] == {"step": 3}
+    assert max(loaded) == 1
+    assert stored_bytes(weights) == 0
+
+
 def test_a_copied_state_survives_offloading():
     weight = torch.ones(4)
     offloader = offload([weight])
     with offloader.on_device():
-        state = copy_to_host({"model": {"weight": weight}, "schedule": {"step": 3}})
-    assert state["model"]["weight"].tolist() == [1, 1, 1, 1]
-    assert state["schedule"] == {"step": 3}
+        state = offloader.copy_to_host({"weight": weight})
+    assert state["weight"].tolist() == [1, 1, 1, 1]

@@ -1,6 +1,7 @@
 """A weight sync ends only when the probe has verified every engine."""
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import AsyncGenerator, Sequence
 
@@ -8,7 +9,8 @@ import pytest
 
 from verl.errors import DivergenceError, EngineError, ProcessLostError, TrainerLostError, WeightSyncError
 from verl.rollout.engine import load_weights
-from verl.weights.sync import DeviceTransport, HostTransport, Probe, Transport, WeightSync, compare_logprobs
+from verl.weights.probe import LEAST_TOLERANCES, MARGIN, Probe, compare_logprobs
+from verl.weights.sync import DeviceTransport, HostTransport, Transport, WeightSync
 
 pytestmark = pytest.mark.unit
 
@@ -311,3 +313,66 @@ async def test_engines_that_are_all_lost_get_new_weights_during_a_validation(
     await asyncio.sleep(0)
     receivers.mark_lost(0, ProcessLostError("gone"))
     assert "weights/probe_gap" not in await syncing, "nobody was there to probe"
+
+
+class Rounding(Model):
+    """A trainer of which rounding moves the log-probs by a known amount."""
+
+    def __init__(self, moves: float | None) -> None:
+        super().__init__()
+        self.moves, self.asked = moves, list[str]()
+
+    async def measure_rounding(self, sequences: Sequence[Sequence[int]], dtype: str) -> float | None:
+        self.asked.append(dtype)
+        return self.moves
+
+
+class Differing(Engine):
+    """An engine whose log-probs differ by a fixed amount."""
+
+    def __init__(self, gap: float) -> None:
+        super().__init__()
+        self.gap = gap
+
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[value + self.gap for value in values] for values in await super().compute_logprobs(sequences)]
+
+
+def calibrated(model: Model, gap: float, dtype: str | None = "bfloat16") -> WeightSync:
+    probe = dataclasses.replace(PROBE, tolerance=0.2, dtype=dtype)
+    return WeightSync(model, StaticReceivers([Differing(gap)]), HostTransport(), probe)  # type: ignore[arg-type]
+
+
+async def test_the_tolerance_follows_from_how_far_rounding_moves_the_trainer() -> None:
+    model = Rounding(0.02)
+    metrics = await calibrated(model, 0.05).sync(0)
+    assert metrics["weights/probe_tolerance"] == pytest.approx(MARGIN * 0.02)
+    with pytest.raises(WeightSyncError, match=r"by 0\.07 on average; at most 0\.06 is allowed"):
+        await calibrated(Rounding(0.02), 0.07).sync(0)
+
+
+async def test_a_tolerance_has_a_floor() -> None:
+    metrics = await calibrated(Rounding(1e-6), 0.009).sync(0)
+    assert metrics["weights/probe_tolerance"] == LEAST_TOLERANCES["bfloat16"]
+
+
+@pytest.mark.parametrize(("moves", "dtype"), [(None, "bfloat16"), (0.5, None)])
+async def test_the_tolerance_is_fixed_if_rounding_is_unknown_or_it_was_set(
+    moves: float | None, dtype: str | None
+) -> None:
+    metrics = await calibrated(Rounding(moves), 0.1, dtype).sync(0)
+    assert metrics["weights/probe_tolerance"] == 0.2
+
+
+async def test_an_engine_is_refused_only_if_the_rounding_of_the_present_weights_does_not_explain_it() -> None:
+    weight_sync = calibrated(model := Rounding(0.02), 0.05)
+    await weight_sync.sync(0)
+    weight_sync._receivers._engines[0].gap = 0.1  # type: ignore[attr-defined]
+    model.moves = 0.05  # training has made the log-probs sharper
+    await weight_sync.sync(1)
+    await weight_sync.sync(2)
+    assert len(model.asked) == 2, "at the start, and when the tolerance seemed to be exceeded"
+    model.moves = 0.02
+    weight_sync._receivers._engines[0].gap = 0.2  # type: ignore[attr-defined]
+    with pytest.raises(WeightSyncError):
+        await weight_sync.sync(3)

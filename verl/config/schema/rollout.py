@@ -178,7 +178,7 @@ class RolloutConfig(Section):
     lora_transport: Literal["auto", "adapter", "merged"] = setting("auto", only_if=_HAS_ADAPTER)
     """Send engines the adapter only, or merged weights; auto: the adapter only, if possible."""
     probe_tolerance: Positive | None = setting(None, unit="nats")
-    """Maximum mean log-prob difference to the trainer after a weight sync; null: by dtype."""
+    """Maximum mean log-prob difference to the trainer after a weight sync; null: derived from rounding."""
     calculate_log_probs: bool = setting(True, only_if=_ALWAYS_COMPARES)
     """Compare log-probs of engine and trainer; always on."""
     log_prob_micro_batch_size_per_gpu: Count | None = setting(None, unit="samples", only_if=BY_SAMPLES)

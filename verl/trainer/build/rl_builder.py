@@ -56,13 +56,14 @@ from verl.trainer.records.step import StepRecords
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
-from verl.weights.sync import TOLERANCES, DeviceTransport, HostTransport, Probe, WeightSync
+from verl.weights.probe import TOLERANCES, Probe
+from verl.weights.sync import DeviceTransport, HostTransport, WeightSync
 from verl.workers.episode_pool import EpisodeClient, EpisodePool
 from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 from verl.workers.train import PolicyGroup
 
-PROBE_LENGTH = 24
+PROBE_LENGTH = 32
 RANKS_PER_EPISODE_WORKER = 8
 _STAGES = {
     "engines": "starting the rollout engines",
@@ -121,7 +122,7 @@ class RLBuilder(RunBuilder[Config]):
         check_determinism(self.config, self.device)
         check_engine_layout(self.config, self.device)
         self.note(memory_notes(self.config, self.device))
-        policy = self.spawn_train_workers(PolicyGroup)
+        policy = await self.spawn_train_workers(PolicyGroup)
         devices = [] if self.device == "cpu" else await policy.visible_devices()
         if self.config.actor_rollout_ref.hybrid_engine:
             placer = EnginePlacer(self.config, self.pool, self.device, devices)
@@ -171,6 +172,7 @@ class RLBuilder(RunBuilder[Config]):
                 self.build_sample_recorder(episode_pool),
                 self.build_step_recorder(policy),
             ),
+            saves_at=schedule.saves_at,
         )
         keep_weights = trainer.weights.keep_version if self.config.trainer.max_staleness > 0 else None
         return self.build_loop(trainer, policy, schedule, version, keep_weights)
@@ -304,10 +306,11 @@ class RLBuilder(RunBuilder[Config]):
         )
 
     def _build_probe(self, data: RunData) -> Probe:
-        by_dtype = TOLERANCES[coarsest_dtype(self.config, self.device)]
+        dtype, given = coarsest_dtype(self.config, self.device), self.config.actor_rollout_ref.rollout.probe_tolerance
         return Probe.random(
             data.vocabulary,
-            tolerance=self.config.actor_rollout_ref.rollout.probe_tolerance or by_dtype,
+            tolerance=given or TOLERANCES[dtype],
+            dtype=dtype if given is None else None,
             length=min(PROBE_LENGTH, get_max_sequence_tokens(self.config) - 1),
         )
 

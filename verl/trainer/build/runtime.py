@@ -193,10 +193,12 @@ class RunBuilder(Generic[C]):
         if problems := run_checks(checks, config):
             raise ConfigError(problems)
 
-    def spawn_train_workers(self, group: type[G]) -> G:
+    async def spawn_train_workers(self, group: type[G]) -> G:
         ranks, nsys = count_train_ranks(self.config), nsys_options(self.config)
         workers = group.spawn(self.pool, ranks, timeouts=timeouts(self.config), nsys=nsys)
         self._closing.callback(workers.close)
+        if self.device != "cpu":
+            await workers.check_devices()  # before engines take minutes to fail for the same reason
         return workers
 
     async def resume(

@@ -47,7 +47,7 @@ from verl.trainer.build.algorithm_settings import algorithm_settings
 from verl.trainer.build.reward_settings import reward_components, reward_function_settings
 from verl.training.registry import get_settings_class
 from verl.training.settings import EngineSettings, LoraSettings, Schedule
-from verl.weights.sync import TOLERANCES
+from verl.weights.probe import TOLERANCES
 from verl.workers.train_settings import TrainSettings
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from verl.training.fsdp.engine import FsdpEngine
 from verl.training.policy.trainer import PolicyTrainer
 from verl.weights.bucket import WeightBucket, pack
 from verl.weights.layer_outputs import LayerOutputs, compare_states, find_layers
-from verl.weights.sync import TOLERANCES
+from verl.weights.probe import TOLERANCES
 from verl.workers.train_settings import TrainSettings
 
 FLOOR = 1e-4

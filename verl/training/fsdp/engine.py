@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -31,7 +32,8 @@ from verl.training.fsdp.local_shards import find_plain_names, iter_shards
 from verl.training.fsdp.lora import describe_adapter, disable_adapter, is_trainable
 from verl.training.fsdp.model import PackedCausalLM, PackedValueModel
 from verl.training.fsdp.model_loader import load_model
-from verl.training.fsdp.offload import Offloader, copy_to_host, iter_moments
+from verl.training.fsdp.offload import Offloader, iter_moments
+from verl.training.fsdp.rounding import rounding_noise
 from verl.training.fsdp.routing import MoERouting
 from verl.training.fsdp.sequence_parallel import build_sequence_group
 from verl.training.fsdp.settings import FsdpSettings
@@ -218,8 +220,8 @@ class FsdpEngine(TrainEngine[Any]):
     def state(self) -> dict[str, Any]:
         """Return sharded model and optimizer, the schedule's step, and the random states under the key of this rank.
 
-        Offloaded tensors are copied, because they are emptied again. With an adapter, `model` has only the trainable
-        parameters, and `base` identifies the weights that they belong to.
+        With offloading all tensors are copied to host memory, since offloaded ones are empty. With an adapter, `model`
+        has only the trainable parameters, and `base` identifies the weights that they belong to.
         """
         state: dict[str, Any] = {
             "schedule": {"step": self.step},
@@ -227,17 +229,20 @@ class FsdpEngine(TrainEngine[Any]):
         }
         if self._scaler.is_active:
             state["schedule"]["loss_scale"] = self._scaler.state()
-        with self._weights.on_device(), self._moments.on_device():
-            state["model"] = get_model_state_dict(self.model.hf)
-            if self._base is not None:
-                state["model"] = {name: tensor for name, tensor in state["model"].items() if is_trainable(name)}
-                state["base"] = dict(self._base)
-            if self.optimizer is not None:
-                if not self.optimizer.state:
-                    self._initialize_moments(self.optimizer)
-                state["optimizer"] = get_optimizer_state_dict(self.model.hf, self.optimizer, options=_FLAT)
-            offloads = self._weights.active or self._moments.active
-            return cast(dict[str, Any], copy_to_host(state)) if offloads else state
+        if self.optimizer is not None and not self.optimizer.state:
+            with self._weights.on_device(), self._moments.on_device():
+                self._initialize_moments(self.optimizer)
+        state["model"] = get_model_state_dict(self.model.hf)
+        if self._base is not None:
+            state["model"] = {name: tensor for name, tensor in state["model"].items() if is_trainable(name)}
+            state["base"] = dict(self._base)
+        if self.optimizer is not None:
+            state["optimizer"] = get_optimizer_state_dict(self.model.hf, self.optimizer, options=_FLAT)
+        if self._weights.active or self._moments.active:
+            state["model"] = self._weights.copy_to_host(state["model"])
+            if "optimizer" in state:
+                state["optimizer"] = self._moments.copy_to_host(state["optimizer"])
+        return state
 
     def _initialize_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """Create the state of an optimizer that has not stepped yet.
@@ -274,6 +279,9 @@ class FsdpEngine(TrainEngine[Any]):
         self._weights.load()
         with torch.no_grad():
             return cast(LastLayer, self._call(batch, 1.0, return_hidden=True))
+
+    def rounding_noise(self, dtype: str) -> AbstractContextManager[None]:
+        return rounding_noise(self.model, dtype)
 
     def without_adapter(self) -> BaseModelReference:
         return BaseModelReference(self)

@@ -58,6 +58,23 @@ class Offloader:
             storage.resize_(0)
             self._offloaded.append((storage, self._host[key]))
 
+    def copy_to_host(self, state: Any) -> Any:
+        """Copy every tensor in nested dictionaries to host memory; offloaded ones pass the device one by one."""
+        if isinstance(state, dict):
+            return {name: self.copy_to_host(part) for name, part in state.items()}
+        if not isinstance(state, Tensor):
+            return state
+        storage = _storage(state) if self._offloaded else None
+        host = None if storage is None or storage.nbytes() else self._host.get(storage._cdata)
+        if storage is None or host is None:
+            return state.detach().to("cpu", copy=True)
+        storage.resize_(host.numel())
+        try:
+            _as_bytes(storage).copy_(host)
+            return state.detach().to("cpu", copy=True)
+        finally:
+            storage.resize_(0)
+
     def _copy_to_host(self, key: int, storage: torch.UntypedStorage) -> Tensor:
         host = self._host.get(key)
         if host is None or host.numel() != storage.nbytes():
@@ -69,13 +86,6 @@ def iter_moments(optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
     """Yield the large tensors of an optimizer's state, but not its step counts."""
     for state in optimizer.state.values() if optimizer is not None else ():
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
-
-
-def copy_to_host(state: Any) -> Any:
-    """Copy every tensor in nested dictionaries to host memory, so that it survives offloading."""
-    if isinstance(state, dict):
-        return {name: copy_to_host(part) for name, part in state.items()}
-    return state.detach().to("cpu", copy=True) if isinstance(state, Tensor) else state
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

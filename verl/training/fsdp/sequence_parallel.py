@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedConfig
 
 from verl.errors import EngineError
 from verl.training.kernels.collectives import all_to_all, sum_shares
+from verl.training.process_group import build_mesh
 from verl.training.settings import EngineSettings
 
 
@@ -31,7 +31,7 @@ def build_sequence_group(settings: EngineSettings, world_size: int, config: PreT
     if config.num_attention_heads % size:
         raise EngineError(f"{settings.model_path}: {size} ranks cannot share {config.num_attention_heads} heads")
     kind = torch.device(settings.device).type
-    mesh = init_device_mesh(kind, (world_size // size, size), mesh_dim_names=("data", "sequence"))
+    mesh = build_mesh(kind, (world_size // size, size), ("data", "sequence"))
     return SequenceGroup(mesh.get_group("sequence"))
 
 

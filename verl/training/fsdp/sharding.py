@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -15,7 +15,7 @@ from verl.errors import EngineError
 from verl.training.fsdp.expert_parallel import distribute_experts
 from verl.training.fsdp.model import PackedModel
 from verl.training.fsdp.settings import FsdpSettings
-from verl.training.process_group import check_divides
+from verl.training.process_group import build_mesh, check_divides
 
 
 def shard_model(model: PackedModel, settings: FsdpSettings, world_size: int) -> torch.device:
@@ -28,7 +28,7 @@ def shard_model(model: PackedModel, settings: FsdpSettings, world_size: int) -> 
     device = torch.device(settings.device)
     precision = _precision(settings)
     options: dict[str, Any] = {
-        "mesh": build_mesh(device.type, world_size, settings.fsdp_size),
+        "mesh": build_fsdp_mesh(device.type, world_size, settings.fsdp_size),
         "reshard_after_forward": settings.reshard_after_forward,
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")
         if settings.offload_policy
@@ -54,7 +54,7 @@ def _shard_experts(model: PackedModel, settings: FsdpSettings, world_size: int, 
     outer, size = options["mesh"], settings.expert_parallel_size
     check_divides("fsdp_config.expert_parallel_size", size, outer.shape[-1])
     shape, names = (*outer.shape[:-1], outer.shape[-1] // size, size), (*outer.mesh_dim_names, "experts")
-    mesh = init_device_mesh(outer.device_type, shape, mesh_dim_names=names)
+    mesh = build_mesh(outer.device_type, shape, names)
     for experts in distribute_experts(model, mesh["experts"], settings.model_path):
         fully_shard(experts, **options | {"mesh": mesh[names[:-1]]})
         experts.set_gradient_divide_factor(float(world_size))
@@ -62,7 +62,7 @@ def _shard_experts(model: PackedModel, settings: FsdpSettings, world_size: int, 
         experts.set_force_sum_reduction_for_comms(outer.device_type == "cpu" and shape[-2] > 1)
 
 
-def build_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
+def build_fsdp_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
     """Return the mesh of FSDP: one dimension, or copies x shards if a copy is sharded over `fsdp_size` ranks (HSDP).
 
     The ranks of a copy are adjacent, so that they are on one node if it has at least as many devices.
@@ -70,8 +70,8 @@ def build_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> Device
     size = world_size if fsdp_size == -1 else fsdp_size
     check_divides("fsdp_config.fsdp_size", size, world_size)
     if size == world_size:
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+        return build_mesh(device_type, (world_size,), ("shard",))
+    return build_mesh(device_type, (world_size // size, size), ("replicate", "shard"))
 
 
 def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

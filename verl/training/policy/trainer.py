@@ -132,6 +132,16 @@ class PolicyTrainer:
         logprobs = self.actor.forward([batch], temperature=1.0)[0].logprobs
         return [part[1:].tolist() for part in logprobs.split(batch.lengths.tolist())]
 
+    def measure_rounding(self, sequences: Sequence[Sequence[int]], dtype: str) -> float | None:
+        """Return how far rounding to `dtype` moves the log-probs on average; None if the engine cannot simulate it."""
+        noise = self.actor.rounding_noise(dtype)
+        if noise is None:
+            return None
+        exact = self.compute_logprobs(sequences)
+        with noise:
+            rounded = self.compute_logprobs(sequences)
+        return float(np.abs(np.concatenate(exact) - np.concatenate(rounded)).mean())
+
     def states(self, contents: Mapping[str, Collection[str]] | None = None) -> dict[str, dict[str, Any]]:
         """Return what a checkpoint must hold, by folder; a reference only if it is ever updated, a teacher never.
 
