@@ -26,6 +26,8 @@ CHUNK_BYTES = 128 << 10
 MAX_BYTES = 16 << 20
 """The size of a copy from which on only the end of a process's output is added, when the run ends."""
 _END_BYTES = 64 << 10
+MAX_LOOKS = 5
+"""How often the files of a process are looked for; Ray makes them when it starts the process."""
 
 _folder: Path | None = None
 
@@ -46,18 +48,35 @@ class LogCopier:
     def __init__(self, session: Path, list_processes: Callable[[], Mapping[CallTarget, int]]) -> None:
         self._session, self._list_processes = session, list_processes
         self._sources: dict[Path, tuple[CallTarget, int]] = {}  # the worker, and how much has been copied
+        self._looks: dict[int, int] = {}  # pid -> how often its files were looked for
         self._began = time.time()  # older files are of processes that had the same pid
 
     def copy(self, *, is_last: bool = False) -> None:
         """Copy the next part of each file; at the end of the run also what was left out, if it is the end of a file."""
-        for target, pid in self._list_processes().items():
-            for source in self._session.glob(f"logs/worker-*-{pid}.*"):
-                with contextlib.suppress(OSError):
-                    if source not in self._sources and source.stat().st_mtime >= self._began:
-                        self._sources[source] = target, 0
+        self._find_sources()
         for source, (target, start) in list(self._sources.items()):
             with contextlib.suppress(OSError):  # a full disk, or Ray has removed the file
                 self._sources[source] = target, self._copy(source, start, target, is_last=is_last)
+
+    def _find_sources(self) -> None:
+        """Look for the files of processes that are new. Those of other machines are not here."""
+        new = {
+            pid: target
+            for target, pid in self._list_processes().items()
+            if self._looks.setdefault(pid, 0)
+            < MAX_LOOKS  # a thousand workers must not mean a thousand looks per second
+        }
+        if not new:
+            return
+        with contextlib.suppress(OSError), os.scandir(self._session / "logs") as entries:
+            for entry in entries:
+                name, source = entry.name, Path(entry.path)
+                pid = name.rpartition("-")[2].partition(".")[0]
+                if not name.startswith("worker-") or not pid.isdigit() or int(pid) not in new:
+                    continue
+                if source not in self._sources and entry.stat().st_mtime >= self._began:
+                    self._sources[source] = new[int(pid)], 0
+        self._looks.update((pid, self._looks[pid] + 1) for pid in new)
 
     def _copy(self, source: Path, start: int, target: CallTarget, *, is_last: bool) -> int:
         """Copy a part of a file that begins at `start`; return where the next one begins."""
