@@ -16,3 +16,11 @@ def format_requirement_hint(requirement: str) -> str:
 def format_vllm_hint() -> str:
     """Return the command that installs verl with vLLM, and where to run it."""
     return "pip install --no-deps -r requirements.txt -e . in the verl checkout (with CUDA: requirements-cuda.txt)"
+
+
+def format_sglang_hint() -> str:
+    """Return how to install SGLang, which pins other versions of torch than verl."""
+    return (
+        'install it in an environment of its own, with verl (pip install "sglang>=0.5.23" and pip install --no-deps -e '
+        ". in the verl checkout), and set actor_rollout_ref.rollout.python to its interpreter"
+    )

@@ -152,8 +152,8 @@ def test_without_a_reward_it_is_said_before_anything_is_generated(monkeypatch: p
 
 
 def test_an_engine_that_there_is_not_and_a_device_that_it_cannot_take_are_named_by_their_arguments() -> None:
-    with pytest.raises(ConfigError, match=r"inference_engine: 'sglang' is not an engine; use vllm or hf"):
-        RolloutWorker(model_of("Qwen2"), "sglang", tokenizer=chat_tokenizer())
+    with pytest.raises(ConfigError, match=r"inference_engine: 'trtllm' is not an engine; use vllm or sglang or hf"):
+        RolloutWorker(model_of("Qwen2"), "trtllm", tokenizer=chat_tokenizer())
     with pytest.raises(ConfigError, match=r"device='cuda:1': vLLM takes the first visible GPU.*CUDA_VISIBLE_DEVICES=1"):
         resolve_engine_device(get_rollout_engine("vllm"), "cuda:1")
     assert [resolve_engine_device(get_rollout_engine("vllm"), one) for one in ("cuda", "cuda:0", "cpu")] == [

@@ -178,7 +178,7 @@ def test_config_with_a_bare_key_explains_it(capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     assert "Prompts per step" in text
     assert "default: 1024" in text
-    assert "vllm | hf | sglang*" in text
+    assert "vllm | sglang | hf" in text
     assert "also:    trainer.nnode" in text
     assert "Not supported yet" in text
 

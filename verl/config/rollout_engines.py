@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
-PLANNED_ENGINES = ("sglang",)
-"""Names that are answered as not supported yet."""
+PLANNED_REWARD_ENGINES = ("sglang",)
+"""Engines of reward models that are answered as not supported yet."""
 
 DEFAULT_ENGINE, IN_PROCESS_ENGINE, DEFAULT_REWARD_ENGINE = "vllm", "hf", "hf"
 """The engines of a run, of a run in a single process, and of reward models, unless others are chosen."""
@@ -68,6 +68,8 @@ class RolloutEngineSpec:
             engine cannot run reward models.
         find_problem: A function without arguments that returns why the installed packages do not suffice, or "".
         find_conflicts: A function of the settings that yields conflicts only this engine has.
+        needs_own_process: The engine changes its process: signal handlers, child processes, how they are started. It
+            then always runs in another one.
     """
 
     name: str
@@ -79,6 +81,7 @@ class RolloutEngineSpec:
     reward_model: str | None = None
     find_problem: str | None = None
     find_conflicts: str | None = None
+    needs_own_process: bool = False
 
     def load(self, path: str) -> Any:
         """Return what `path`, one of the attributes, names."""
@@ -99,8 +102,8 @@ def register_rollout_engine(spec: RolloutEngineSpec) -> None:
 
 
 def get_rollout_engine(name: str) -> RolloutEngineSpec:
-    """Return a registered engine; for a planned one the default, so that other settings can still be checked."""
-    return _ENGINES[DEFAULT_ENGINE if name in PLANNED_ENGINES else name]
+    """Return a registered engine."""
+    return _ENGINES[name]
 
 
 def list_rollout_engines(*, supporting: str | None = None, is_reward_model: bool = False) -> list[str]:
@@ -139,6 +142,29 @@ register_rollout_engine(
         reward_model="verl.rollout.vllm.reward_model:VllmRewardModel",
         find_problem="verl.rollout.vllm.checks:find_problem",
         find_conflicts="verl.rollout.vllm.checks:find_conflicts",
+    )
+)
+register_rollout_engine(
+    RolloutEngineSpec(
+        name="sglang",
+        title="SGLang",
+        engine="verl.rollout.sglang.engine:SglangEngine",
+        settings="verl.rollout.sglang.settings:SglangSettings",
+        capabilities=RolloutCapabilities(
+            settings=frozenset(
+                (
+                    *("tensor_model_parallel_size", "expert_parallel_size"),
+                    *("gpu_memory_utilization", "cpu_cache_gib", "max_num_seqs", "max_num_batched_tokens"),
+                    *("max_model_len", "enforce_eager", "load_format", "engine_kwargs.sglang"),
+                )
+            ),
+            accelerator_settings=frozenset(("expert_parallel_size",)),
+            has_truncated_logprobs=False,
+            continues_requests=True,
+        ),
+        find_problem="verl.rollout.sglang.checks:find_problem",
+        find_conflicts="verl.rollout.sglang.checks:find_conflicts",
+        needs_own_process=True,
     )
 )
 register_rollout_engine(

@@ -1,7 +1,8 @@
-"""The interface of a rollout engine: what verl needs from vLLM or transformers, in this process or in another."""
+"""The interface of a rollout engine: what verl needs from vLLM, SGLang or transformers."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -144,13 +145,14 @@ def make_engine(
     Args:
         spec: The engine.
         settings: Its settings, of the type that the spec names.
-        python: The interpreter of another environment that runs the engine; None: it runs in this process.
-        modules: Modules of the user that the other interpreter imports first.
+        python: The interpreter of another environment that runs the engine; None: this one, and this process unless
+            the engine needs its own.
+        modules: Modules of the user that another process imports first.
     """
-    if python is not None:
+    if python is not None or spec.needs_own_process:
         from verl.rollout.isolated.engine import IsolatedEngine
 
-        engine: Any = IsolatedEngine(spec, settings, python, modules)
+        engine: Any = IsolatedEngine(spec, settings, python or sys.executable, modules)
     else:
         engine = spec.load(spec.engine)(settings)
     return engine

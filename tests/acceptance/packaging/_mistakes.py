@@ -120,7 +120,7 @@ VALUES = (
     Mistake("rollout.temperature=0", f"{R}.temperature", f"set {R}.temperature=1.0"),
     Mistake("rollout.top_p=1.5", f"{R}.top_p", f"set {R}.top_p=1.0"),
     Mistake("rollout.name=vlm", f"{R}.name", f"set {R}.name=vllm"),
-    Mistake("rollout.name=sglang", f"{R}.name", f"set {R}.name=vllm"),
+    Mistake("rollout.name=sglang", f"{R}.name", f"{R}.python to its interpreter"),
     Mistake("rollout.gpu_memory_utilization=90", f"{R}.gpu_memory_utilization", f"set {R}.gpu_memory_utilization=0.5"),
     Mistake("rollout.max_model_len=10", f"{R}.max_model_len", f"set {R}.max_model_len=128"),
     Mistake("rollout.name=vllm rollout.tensor_model_parallel_size=3", f"{R}.tensor_model", "parallel_size=1"),

@@ -65,7 +65,7 @@ def test_attention_that_is_batch_invariant_may_be_chosen(backend: str) -> None:
 
 
 def test_generation_alone_is_checked_too() -> None:
-    with pytest.raises(ConfigError, match="has no batch-invariant mode on GPUs"):
+    with pytest.raises(ConfigError, match="hf does not repeat results to the bit on cuda"):
         load_for_generation([CUDA, DETERMINISTIC, f"{R}.name=hf"])
 
 

@@ -134,7 +134,6 @@ def test_the_lora_snippet_loads() -> None:
 @pytest.mark.parametrize(
     ("text", "keys"),
     [
-        ("rollout: {name: sglang}", {"actor_rollout_ref.rollout.name"}),
         (
             "reward: {reward_model: {enable: True, model_path: ~/models/rm, rollout: {name: sglang}}}",
             {"reward.reward_model.rollout.name"},

@@ -53,14 +53,14 @@ def hints(*settings: str) -> tuple[str, ...]:
 
 
 def test_an_unknown_engine_is_refused_with_the_closest_name() -> None:
-    assert problems(f"{R}.name=vlm") == [f"{R}.name: vlm must be one of vllm, hf, sglang; set {R}.name=vllm"]
+    assert problems(f"{R}.name=vlm") == [f"{R}.name: vlm must be one of vllm, sglang, hf; set {R}.name=vllm"]
     assert problems(f"{M}.rollout.name=toy")[0].startswith(f"{M}.rollout.name: toy must be one of vllm, hf, sglang")
 
 
-def test_sglang_is_answered_as_not_supported_yet() -> None:
-    for section in (R, f"{M}.rollout"):
-        [problem] = problems(f"{section}.name=sglang")
-        assert problem.startswith(f"{section}.name: sglang is not supported yet (supported: vllm, hf)")
+def test_a_reward_model_on_sglang_is_answered_as_not_supported_yet() -> None:
+    [problem] = problems(f"{M}.rollout.name=sglang")
+    assert problem.startswith(f"{M}.rollout.name: sglang is not supported yet (supported: vllm, hf)")
+    assert problems(f"{R}.name=sglang") == []
 
 
 @pytest.mark.usefixtures("toy")
@@ -134,10 +134,10 @@ def find_engine_names() -> Iterator[str]:
     root = Path(verl.__file__).parent
     for file in root.rglob("*.py"):
         path = file.relative_to(root).as_posix()
-        if path in ALLOWED or path.startswith("rollout/vllm/"):
+        if path in ALLOWED or path.startswith(("rollout/vllm/", "rollout/sglang/")):
             continue
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Constant) and node.value in ("vllm", "hf"):
+            if isinstance(node, ast.Constant) and node.value in ("vllm", "sglang", "hf"):
                 yield f"{path}:{node.lineno}"
 
 

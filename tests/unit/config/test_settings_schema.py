@@ -55,7 +55,7 @@ def test_there_are_examples_of_both_commands() -> None:
         ("trainer: {save_freq: 0}", "$.trainer.save_freq: "),
         ("trainer: {logger: [console, wandbb]}", "$.trainer.logger: "),
         ("trainer: {resume_mode: never}", "$.trainer.resume_mode: "),
-        ("actor_rollout_ref: {rollout: {name: sglang}}", "$.actor_rollout_ref.rollout.name: "),
+        ("actor_rollout_ref: {rollout: {name: trtllm}}", "$.actor_rollout_ref.rollout.name: "),
         ("rollout: {nn: 8}", "$.rollout: "),
         ("algorithm: {adv_estimator: my function}", "$.algorithm.adv_estimator: "),
         ("actor_rollout_ref: {actor: {optim: {betas: [0.9]}}}", "$.actor_rollout_ref.actor.optim.betas: "),

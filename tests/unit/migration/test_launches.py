@@ -98,7 +98,7 @@ def test_features_that_are_missing_are_refused_and_not_in_the_command() -> None:
         [
             *GRPO[:3],
             "actor_rollout_ref.model.mtp.enable=True",
-            "actor_rollout_ref.rollout.name=sglang",
+            "actor_rollout_ref.rollout.name=trtllm",
             "algorithm.adv_estimator=rloo",
             "no.such.key=1",
         ]

@@ -20,7 +20,7 @@ MIN_CAPABILITY = (8, 0)
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Yield settings that the device of the run does not support."""
-    if config.trainer.deterministic and config.trainer.device == "cuda":
+    if config.trainer.deterministic and config.trainer.device != "auto":
         yield from _check_determinism(config)
     if get_quantization(config) is not None:
         yield from _check_quantization(config)
@@ -54,10 +54,13 @@ def check_capability(capability: tuple[int, int]) -> None:
 
 
 def _check_determinism(config: Config) -> Iterator[Conflict]:
-    """Check that all results on GPUs come from deterministic kernels, in batches of any composition."""
+    """Check that all engines repeat their results to the bit, in batches of any composition."""
     for section, engine in list_engines(config):
-        if config.trainer.device not in get_rollout_engine(engine.name).capabilities.deterministic_devices:
-            reason = f"{engine.name} has no batch-invariant mode on GPUs, which trainer.deterministic=true needs"
+        device = config.trainer.device
+        if device not in get_rollout_engine(engine.name).capabilities.deterministic_devices:
+            reason = (
+                f"{engine.name} does not repeat results to the bit on {device}, which trainer.deterministic=true needs"
+            )
             yield Conflict(f"{section}.name", reason, f"={DEFAULT_ENGINE}, or set trainer.deterministic=false")
 
 

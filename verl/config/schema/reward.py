@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from verl.config.rollout_engines import DEFAULT_REWARD_ENGINE, PLANNED_ENGINES, list_rollout_engines
+from verl.config.rollout_engines import DEFAULT_REWARD_ENGINE, PLANNED_REWARD_ENGINES, list_rollout_engines
 from verl.config.schema.base import Count, Positive, RegisteredName, Section, section, setting
 from verl.config.schema.conditions import needs, needs_engine, needs_given, unless, unless_given
 
@@ -28,11 +28,11 @@ class RewardManagerConfig(Section):
 class RewardEngineName(RegisteredName):
     @classmethod
     def list_names(cls) -> list[str]:
-        return [*list_rollout_engines(is_reward_model=True), *PLANNED_ENGINES]
+        return [*list_rollout_engines(is_reward_model=True), *PLANNED_REWARD_ENGINES]
 
 
 class RewardRolloutConfig(Section):
-    name: RewardEngineName = setting(DEFAULT_REWARD_ENGINE, planned=PLANNED_ENGINES)
+    name: RewardEngineName = setting(DEFAULT_REWARD_ENGINE, planned=PLANNED_REWARD_ENGINES)
     """Engine of the reward model; hf: transformers, supports any model."""
     tensor_model_parallel_size: Count = setting(1, unit="devices", only_if=needs_engine(".name"))
     """Devices per engine, on one node."""

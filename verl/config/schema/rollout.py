@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from verl.config.rollout_engines import DEFAULT_ENGINE, PLANNED_ENGINES, list_rollout_engines
+from verl.config.rollout_engines import DEFAULT_ENGINE, list_rollout_engines
 from verl.config.schema.base import Count, Positive, RegisteredName, Section, section, setting
 from verl.config.schema.conditions import BY_SAMPLES, BY_TOKENS, OnlyIf, needs, needs_engine, needs_given, unless
 
@@ -16,7 +16,6 @@ _ALWAYS_COMPARES = needs(".calculate_log_probs", reason="the engine's log-probs 
 _HYBRID = "actor_rollout_ref.hybrid_engine"
 _HAS_OWN_DEVICES = unless(_HYBRID, True, reason=f"{_HYBRID}=True: engines use the devices of the train workers")
 _HAS_SUPPORT = needs_engine("actor_rollout_ref.rollout.name")
-_IS_SGLANG = needs("actor_rollout_ref.rollout.name", "sglang")
 _HAS_TURNS = needs(".multi_turn.enable")
 _SAMPLES = unless(".do_sample", False, reason="{section}.do_sample=false means greedy decoding")
 _HAS_TEMPERATURE = unless(".temperature", 0, reason="{section}.temperature=0 means greedy decoding")
@@ -91,14 +90,14 @@ class GatewayConfig(Section):
 class RolloutEngineName(RegisteredName):
     @classmethod
     def list_names(cls) -> list[str]:
-        return [*list_rollout_engines(), *PLANNED_ENGINES]
+        return list_rollout_engines()
 
 
 class EngineArguments(Section):
     vllm: dict[str, Any] = setting({}, only_if=_HAS_SUPPORT)
     """Further engine arguments of vLLM; those that have a setting here are rejected."""
-    sglang: dict[str, Any] = setting({}, only_if=_IS_SGLANG)
-    """Server arguments of SGLang."""
+    sglang: dict[str, Any] = setting({}, only_if=_HAS_SUPPORT)
+    """Further server arguments of SGLang; those that have a setting here are rejected."""
     external: dict[str, Any] = setting({}, only_if=_HAS_SUPPORT)
     """Arguments of an engine that model.external_lib registers."""
 
@@ -118,7 +117,7 @@ class TraceConfig(Section):
 
 
 class RolloutConfig(Section):
-    name: RolloutEngineName = setting(DEFAULT_ENGINE, planned=PLANNED_ENGINES)
+    name: RolloutEngineName = setting(DEFAULT_ENGINE)
     """Rollout engine; hf: transformers, for debugging."""
     python: str | None = setting(None)
     """Python interpreter of another environment with verl in which the engines run; null: this one."""

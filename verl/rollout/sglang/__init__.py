@@ -1,0 +1,1 @@
+"""SGLang as a rollout engine. The only package that imports sglang."""
