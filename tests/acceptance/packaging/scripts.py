@@ -2,17 +2,17 @@
 
 make show-scripts [ARGS="[--short] [--write]"]
 
-1. The real arguments of 38 public scripts with text, FSDP and vLLM, captured by running them, resolve with their own
-   values, or each problem names the value of the script that is not built yet; so do those of 15 asynchronous ones,
+1. The real arguments of 39 public scripts with text, FSDP, and vLLM or SGLang, captured by running them, resolve with
+   their own values, or each problem names the value of the script that is not built yet; so do 19 asynchronous ones,
    with the batch, the steps and the defaults of the module that they start. (../shared/data/launch_scripts)
 2. `verl migrate` finds the same arguments as bash in the scripts of data/launch_scripts, which use the constructs of
    public ones. bash runs each of them in the sandbox with a recording python on PATH.
 3. Each of the 826 keys of the public main configuration, and of the 27 of the asynchronous ones, is a setting, an
    alias, or has an answer, and its public default is accepted or refused by the name of a feature.
    (../shared/data/launch_scripts)
-4. The settings of 108 public scripts: the 39 that need neither Megatron, SGLang, another accelerator, another training
-   engine nor images resolve, with no unknown key and no error but values of features that are not built yet. The other
-   69 are refused by the name of such a feature; the settings of one of them name another feature than its list of
+4. The settings of 108 public scripts: the 40 that need neither Megatron, another accelerator, another training engine
+   nor images resolve, with no unknown key and no error but values of features that are not built yet. The other 68 are
+   refused by the name of such a feature; the settings of one of them name another feature than its list of
    needs. Every key has a row in docs/migration_keys.md, which `--write` generates.
 
 A value that a script of part 4 took from a shell variable is not in the data (null; an empty text where its quotes were
@@ -48,9 +48,10 @@ DATA = Path(__file__).parent / "data" / "launch_scripts.jsonl.gz"
 CONSTRUCTS = Path(__file__).parent / "data" / "launch_scripts"
 SHARED = ROOT.parent / "shared" / "data" / "launch_scripts"
 PAGE = ROOT / "docs" / "migration_keys.md"
-SCRIPTS, RUNNABLE, KEYS = 108, 39, 529
-CAPTURED, ASYNCHRONOUS, PUBLIC_KEYS, MIN_CONSTRUCTS = 38, 15, 826 + 27, 30
-OTHER_FEATURES = re.compile("geo3k|megatron|npu|sglang|trtllm")
+SCRIPTS, RUNNABLE, KEYS = 108, 40, 529
+CAPTURED, ASYNCHRONOUS, PUBLIC_KEYS, MIN_CONSTRUCTS = 39, 19, 826 + 27, 30
+SYNCHRONOUS: tuple[list[str], ...] = ([], ["sglang"])
+OTHER_FEATURES = re.compile("geo3k|megatron|npu|trtllm")
 """What an asynchronous script needs besides, by its name."""
 BATCH_FACTORS = (
     "actor_rollout_ref.actor.ppo_mini_batch_size",
@@ -59,12 +60,11 @@ BATCH_FACTORS = (
 )
 FEATURES = {
     "megatron": "Megatron-Core",
-    "sglang": "SGLang",
     "npu": "Ascend NPUs",
     "multimodal": "images and videos",
     "veomni": "VeOmni",
 }
-"""What a script of the 69 needs -> the feature that its refusal names."""
+"""What a script of the 68 needs -> the feature that its refusal names."""
 SAMPLES = {
     "data.train_files": "train.parquet",
     "data.val_files": "test.parquet",
@@ -85,7 +85,6 @@ PLANNED = {
     ".tensor_model_parallel_size": "tensor parallelism",
     ": megatron ": "Megatron-Core",
     ".megatron.": "Megatron-Core",
-    ": sglang ": "SGLang",
     "trainer.logger": "other metric loggers",
 }
 """Text of a refusal of a declared setting -> the feature; the first match counts."""
@@ -186,8 +185,9 @@ def check_captured() -> tuple[dict[str, object], bool]:
         return {"captured": "skipped"}, True
     figures: dict[str, object] = {}
     is_fine = True
-    for name, needs, expected in (("captured", [], CAPTURED), ("asynchronous", ["async"], ASYNCHRONOUS)):
-        chosen = [row for row in rows if row["needs"] == needs and not (needs and OTHER_FEATURES.search(row["script"]))]
+    for name, needs, expected in (("captured", SYNCHRONOUS, CAPTURED), ("asynchronous", (["async"],), ASYNCHRONOUS)):
+        rest = [row for row in rows if row["needs"] in needs]
+        chosen = [row for row in rest if needs is SYNCHRONOUS or not OTHER_FEATURES.search(row["script"])]
         outcomes = Counter(check_arguments(row) for row in chosen)
         figures |= {name: len(chosen), f"{name}_resolved": outcomes["resolves"], f"{name}_named": outcomes["names"]}
         is_fine &= len(chosen) == expected and not outcomes["FAILS"]
