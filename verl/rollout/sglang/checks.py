@@ -39,24 +39,23 @@ _SETTINGS = {
 }
 """Server arguments that have a setting of their own, which is validated."""
 
-_RESERVED = {
-    **dict.fromkeys(("skip_tokenizer_init", "custom_weight_loader", "weight_version"), "is set by verl"),
-    **dict.fromkeys(("enable_priority_scheduling", "disable_priority_preemption"), "is set by verl for the probe"),
-    "schedule_low_priority_values_first": "is set by verl for the probe",
-    "preferred_sampling_params": "changes how responses are sampled",
+_RESERVED = (
+    *("skip_tokenizer_init", "custom_weight_loader", "weight_version", "preferred_sampling_params"),
+    *("enable_priority_scheduling", "disable_priority_preemption", "schedule_low_priority_values_first"),
+)
+"""Server arguments whose values verl depends on."""
+
+_UNSUPPORTED = {
+    **dict.fromkeys(("quantization", "kv_cache_dtype"), "is not tested with weight updates"),
+    "enable_watermark": "changes how responses are sampled",
     "allow_auto_truncate": "shortens prompts",
     "weight_cache_mode": "shares weights that cannot be updated",
     "speculative_algorithm": "needs a draft model, which is not synced",
-    **dict.fromkeys(("quantization", "kv_cache_dtype"), "is not tested with weight updates"),
-    "enable_watermark": "changes how responses are sampled",
-    **dict.fromkeys(("dp_size", "pp_size", "nnodes", "disaggregation_mode"), "is not supported"),
-    **dict.fromkeys(("tokenizer_worker_num", "enable_dp_attention"), "is not supported"),
     **dict.fromkeys(("enable_lora", "lora_paths"), "is not supported: SGLang receives merged weights"),
+    **dict.fromkeys(("dp_size", "pp_size", "nnodes", "tokenizer_worker_num"), "is not supported"),
+    **dict.fromkeys(("enable_dp_attention", "disaggregation_mode"), "is not supported"),
 }
-"""Server arguments whose values verl depends on, and why they are refused."""
-
-_OFF = (None, False, 1, "auto", "null", "off")
-"""Values of a reserved argument with which it is not used."""
+"""Server arguments that are refused, unless they are off, and why."""
 
 
 def find_problem() -> str:
@@ -95,12 +94,21 @@ def _check_arguments(arguments: dict[str, Any], *, is_installed: bool) -> Iterat
         if name in _SETTINGS:
             yield Conflict(key, "has its own setting", f"set {_SETTINGS[name]} instead")
         elif name in _RESERVED:
-            if value not in _OFF:
-                yield Conflict(key, f"{_RESERVED[name]} and cannot be changed", "remove it")
+            yield Conflict(key, "is set by verl and cannot be changed", "remove it")
+        elif name in _UNSUPPORTED:
+            if not _is_off(value):
+                yield Conflict(key, _UNSUPPORTED[name], "remove it")
         elif known and name not in known:
-            close = get_close_matches(name, [other for other in known if other not in _RESERVED], n=1, cutoff=0.75)
+            close = get_close_matches(
+                name, [other for other in known if other not in (*_RESERVED, *_UNSUPPORTED)], n=1, cutoff=0.75
+            )
             fix = f"did you mean {_SETTINGS.get(close[0], f'{_KEY}.{close[0]}')}?" if close else "remove it"
             yield Conflict(key, "is not a server argument of the installed SGLang", fix)
+
+
+def _is_off(value: object) -> bool:
+    """Return whether an argument with this value is not used: a switch, a size or a name."""
+    return value is None or value is False or (value is not True and value in (1, "auto", "null", "off"))
 
 
 @cache
