@@ -83,7 +83,8 @@ def make_registered(name: str, path: Path, python: str | None = None) -> Rollout
 
 
 def make_sglang(path: Path, folder: Path, cores: str = "0") -> RolloutEngine:
-    settings = SglangSettings(str(path), **SMALL, tensor_parallel_size=len(cores.split("|")), cpu_cores=cores)
+    sizes = SMALL | {"max_num_batched_tokens": 300}  # with fewer, requests that are retracted again and again take long
+    settings = SglangSettings(str(path), **sizes, tensor_parallel_size=len(cores.split("|")), cpu_cores=cores)
     return make_engine(get_rollout_engine("sglang"), settings, make_sglang_environment(folder))
 
 

@@ -72,7 +72,7 @@ def run_with_a_kill(folder: Path, python: str) -> tuple[dict[str, Any], bool]:
     rollout = {"name": "sglang", "python": python, "num_engines": 1}
     settings = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in rollout.items()]
     code, _ = train(*short_grpo(folder, prompts=16, steps=STEPS), *settings, deadline_s=1800)
-    lines = [line for line in metrics_of(folder / "run") if METRIC in line]
+    lines = [line for line in metrics_of(folder / "run") if METRIC in line] if code == 0 else []
     gap = max((line[METRIC] for line in lines), default=None)
     figures = {"steps": len(lines), "exit_code": code, "killed": len(killed), "largest_gap": gap}
     return figures, code == 0 and len(lines) == STEPS and len(killed) == 1 and gap is not None and gap <= LIMIT
