@@ -108,6 +108,7 @@ class RLTrainer:
             self._records.trained.log({"resumed": True, **self.buffer.progress()}, version)
         with self.console.stage(_SENDING, is_logged=False):
             await self.weights.sync(version)
+        self.policy.take_phases()  # they belong to no step
 
     async def diagnose(self, metrics: Metrics, version: int) -> list[Advice]:
         preview = await self.episodes.preview("train") if is_uniform(metrics) else ""
