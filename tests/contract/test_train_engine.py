@@ -10,6 +10,7 @@ from tiny import tiny_qwen2
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 import tests.toy_train_engine  # noqa: F401 - registers the engine `toy`
+from tests.cuda_stand_in import megatron_on_cpu
 from tests.fake_train_engine import FakeSettings, FakeTrainEngine
 from verl.algorithms.objective import PolicyObjective, ValueObjective, sft
 from verl.algorithms.settings import AlgorithmSettings
@@ -62,6 +63,7 @@ def critic_of(name, **settings):
 
 
 fsdp, critic = partial(policy_of, "fsdp2"), partial(critic_of, "fsdp2")
+megatron, megatron_critic = partial(policy_of, "megatron"), partial(critic_of, "megatron")
 POLICIES = {
     "fake": lambda directory: FakeTrainEngine(FakeSettings(VOCABULARY)),
     **{name: policy_of(name) for name in list_train_engines()},
@@ -71,6 +73,10 @@ POLICIES = {
     "fsdp-offload": fsdp(tied=True, param_offload=True, optimizer_offload=True),
     "fsdp-offload-policy": fsdp(tied=False, offload_policy=True),
     "fsdp-no-reshard": fsdp(tied=False, reshard_after_forward=False),
+    "megatron-bfloat16": megatron(tied=True, compute_dtype="bfloat16"),
+    "megatron-checkpointing": megatron(gradient_checkpointing=True, fp32_lm_head=True),
+    "megatron-offload": megatron(tied=True, param_offload=True, optimizer_offload=True, grad_offload=True),
+    "megatron-offload-bfloat16": megatron(compute_dtype="bfloat16", param_offload=True, optimizer_offload=True),
 }
 CRITICS = {
     "fake-critic": lambda directory: FakeTrainEngine(FakeSettings(VOCABULARY, head="value", role="critic")),
@@ -79,12 +85,25 @@ CRITICS = {
     "fsdp-critic-offload": critic(param_offload=True, optimizer_offload=True, reshard_after_forward=False),
     "fsdp-critic-bfloat16": critic(compute_dtype="bfloat16"),
     "fsdp-critic-all-bfloat16": critic(param_dtype="bfloat16", compute_dtype="bfloat16"),
+    "megatron-critic-bfloat16": megatron_critic(compute_dtype="bfloat16", gradient_checkpointing=True),
 }
 ENGINES = POLICIES | CRITICS
 
 
+@pytest.fixture
+def stand_in(request):
+    """Let Megatron-Core run on the CPU in tests of its engine."""
+    name = next((name for name in request.node.callspec.params.values() if "megatron" in str(name)), None)
+    if name is None:
+        yield
+        return
+    pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
+    with megatron_on_cpu():
+        yield
+
+
 @pytest.fixture(params=ENGINES)
-def make(request, group, tmp_path):
+def make(request, group, stand_in, tmp_path):
     return lambda: ENGINES[request.param](tmp_path / "model")
 
 
@@ -94,12 +113,12 @@ def engine(make):
 
 
 @pytest.fixture(params=POLICIES)
-def policy(request, group, tmp_path):
+def policy(request, group, stand_in, tmp_path):
     return POLICIES[request.param](tmp_path / "model")
 
 
 @pytest.fixture(params=CRITICS)
-def valuer(request, group, tmp_path):
+def valuer(request, group, stand_in, tmp_path):
     return CRITICS[request.param](tmp_path / "model")
 
 

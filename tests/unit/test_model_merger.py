@@ -131,7 +131,6 @@ def test_a_critic_becomes_a_token_classifier_with_one_label(tmp_path: Path) -> N
         ("run/tokenizer", [], "not the folder of a run or a checkpoint of the actor"),
         ("run/global_step_20", ["--is-value-model"], "not the folder of a run or a checkpoint of the critic"),
         ("run/global_step_2/actor", [], "RUN has global_step_20"),
-        ("run/global_step_20/actor", ["--backend", "megatron"], "use --backend fsdp"),
         ("run/global_step_20/actor", ["--tie-word-embedding"], "remove the option"),
         ("run/global_step_20/actor", ["--frobnicate"], "--frobnicate (see `verl merge --help`)"),
     ],

@@ -14,8 +14,6 @@ from pkgutil import resolve_name
 from typing import Any, Literal, get_args
 
 DEFAULT_ENGINE = "fsdp2"
-PLANNED_ENGINES = ("megatron",)
-"""Names that are answered as not supported yet."""
 
 Capability = Literal[
     "adapters",  # LoRA: trains an adapter, and compares with the model below it
@@ -51,6 +49,7 @@ class TrainEngineSpec:
         capabilities: What it supports besides training a policy in float32 with AdamW on one rank.
         section: The section of a model's settings that has the engine's own: data types, sharding, offloading.
         group_sizes: The settings of a model whose product is the number of ranks that get the same samples.
+        needs_accelerators: Whether it cannot train on CPUs.
     """
 
     name: str
@@ -59,6 +58,7 @@ class TrainEngineSpec:
     capabilities: frozenset[Capability] = frozenset()
     section: str = "fsdp_config"
     group_sizes: tuple[str, ...] = ()
+    needs_accelerators: bool = False
 
     def __post_init__(self) -> None:
         if unknown := self.capabilities - CAPABILITIES:
@@ -83,8 +83,8 @@ def register_train_engine(spec: TrainEngineSpec) -> None:
 
 
 def get_train_engine(name: str) -> TrainEngineSpec:
-    """Return a registered engine; for a planned one the default, so that other settings can still be checked."""
-    return _ENGINES[DEFAULT_ENGINE if name in PLANNED_ENGINES else name]
+    """Return a registered engine."""
+    return _ENGINES[name]
 
 
 def list_train_engines(*, supporting: Capability | None = None) -> list[str]:
@@ -99,5 +99,16 @@ register_train_engine(
         "verl.training.fsdp.settings:FsdpSettings",
         CAPABILITIES,
         group_sizes=("ulysses_sequence_parallel_size",),
+    )
+)
+register_train_engine(
+    TrainEngineSpec(
+        "megatron",
+        "verl.training.megatron.engine:MegatronEngine",
+        "verl.training.megatron.settings:MegatronSettings",
+        frozenset({"value_head", "squared_probs", "many_ranks", "expert_parallel", "bfloat16", "offload"}),
+        section="megatron",
+        group_sizes=("megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size"),
+        needs_accelerators=True,
     )
 )

@@ -214,6 +214,17 @@ def sum_metrics(shares: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: sum((part[name] for part in parts if name in part), 0.0) for name in names}
 
 
+def check_first_tokens(batch: FlatBatch) -> None:
+    """Raise if the first token of a sequence is to be predicted."""
+    firsts = batch.offsets[:-1][batch.lengths > 0]
+    if bool(batch.mask[firsts].any()):
+        index = int(batch.mask[firsts].nonzero()[0])
+        raise EngineError(
+            f"sequence {index} of a micro-batch: its first token is marked as generated, but has no preceding token to "
+            "predict it from; every sequence needs a prompt of at least one token"
+        )
+
+
 CONTENTS = {"model": ("model", "base"), "optimizer": ("optimizer",), "extra": ("schedule", "rng", "policy")}
 """Setting -> parts of an engine's state."""
 

@@ -138,16 +138,6 @@ def test_the_lora_snippet_loads() -> None:
             "reward: {reward_model: {enable: True, model_path: ~/models/rm, rollout: {name: sglang}}}",
             {"reward.reward_model.rollout.name"},
         ),
-        (
-            "actor_rollout_ref: {actor: {strategy: megatron, megatron: {tensor_model_parallel_size: 4, "
-            "pipeline_model_parallel_size: 2}}}",
-            {
-                "actor_rollout_ref.actor.strategy",
-                "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
-                "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
-            },
-        ),
-        ("critic: {strategy: megatron}", {"critic.strategy"}),
     ],
 )
 def test_settings_that_are_not_supported_yet_are_refused_by_name(text: str, keys: set[str]) -> None:
@@ -195,12 +185,9 @@ def test_documented_short_names_are_accepted_without_a_hint(override: str, key: 
     assert not any("alias of" in hint for hint in loaded.hints)
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "actor.megatron.tensor_model_parallel_size=2"],
-)
-def test_an_alias_of_what_is_not_supported_is_refused_under_its_canonical_name(override: str) -> None:
-    assert find_unsupported("", override) == {"actor_rollout_ref.actor.megatron.tensor_model_parallel_size"}
+def test_the_layout_of_megatron_may_be_given_under_short_names() -> None:
+    [loaded] = load(["actor.strategy=megatron", "actor.megatron.tensor_model_parallel_size=2"], complete=False)
+    assert loaded.config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 2
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,6 @@ def test_an_unknown_engine_is_refused_with_the_name_that_is_close() -> None:
     assert problem.endswith(f"set {A}.strategy=fsdp2")
 
 
-def test_a_planned_engine_is_answered_as_not_supported_yet() -> None:
-    [problem] = problems(f"{A}.strategy=megatron")
-    assert "megatron is not supported yet" in problem
-
-
 def test_all_settings_that_an_engine_does_not_support_are_reported_at_once() -> None:
     found = problems(
         TOY,
@@ -66,6 +61,36 @@ def test_policy_and_critic_need_the_same_engine() -> None:
     assert any(problem.startswith("critic.strategy: fsdp2 and") for problem in found)
     found = problems(TOY, "critic.strategy=toy", "algorithm.adv_estimator=gae")
     assert [problem.split(":")[0] for problem in found] == ["critic.enable"]
+
+
+MEGATRON = [f"{A}.strategy=megatron", "critic.strategy=megatron", "trainer.n_gpus_per_node=8"]
+
+
+def test_layouts_that_megatron_cannot_have_are_refused_before_anything_starts() -> None:
+    size = "model_parallel_size"
+    pairs = {
+        f"{A}.megatron.tensor_{size}=3": f"{A}.megatron.tensor_{size}: 3 x pipeline_{size}=1 does not divide the 8",
+        f"{A}.megatron.expert_{size}=16": f"{A}.megatron.expert_{size}: 16 x pipeline_{size}=1 does not divide the 8",
+        f"actor_rollout_ref.ref.megatron.tensor_{size}=2": "all models have one layout",
+        f"{A}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=1": "of 2 or more",
+        f"{A}.peft.lora_rank=8": "8 is not supported by the training engine megatron",
+        f"{A}.use_prefix_grouper=true": "true is not supported by the training engine megatron",
+        "trainer.device=cpu": f"{A}.strategy: megatron needs accelerators",
+    }
+    for override, text in pairs.items():
+        assert any(text in problem for problem in problems(*MEGATRON, override)), override
+    found = problems(*MEGATRON, "algorithm.adv_estimator=gae", f"{A}.megatron.tensor_{size}=2")
+    assert [problem.split(":")[0] for problem in found] == [f"critic.megatron.tensor_{size}"]
+    average = [f"{A}.use_kl_loss=true", "trainer.ref_update_freq=1", "trainer.ref_update_ratio=0.5"]
+    [problem] = problems(*MEGATRON, *average)
+    assert problem.startswith("trainer.ref_update_ratio: 0.5 is not supported with strategy=megatron in bfloat16")
+
+
+def test_settings_of_another_training_engine_have_no_effect() -> None:
+    [loaded] = load([*REQUIRED, *MEGATRON, f"{A}.fsdp_config.dtype=float32"])
+    assert [hint for hint in loaded.hints if hint.startswith(f"{A}.fsdp_config.dtype=float32 has no effect")]
+    [loaded] = load([*REQUIRED, f"{A}.megatron.tensor_model_parallel_size=2"])
+    assert [hint for hint in loaded.hints if "megatron.tensor_model_parallel_size=2 has no effect" in hint]
 
 
 def test_fsdp_supports_everything() -> None:

@@ -16,7 +16,7 @@ from verl.checkpoint.locate import find_shards
 from verl.checkpoint.manifest import METADATA, CheckpointDir, find_corruption
 from verl.checkpoint.model_card import CARD, check_upload, render_model_card, upload_model
 from verl.commands.arguments import ArgumentParser
-from verl.errors import CheckpointError, VerlError, list_some
+from verl.errors import CheckpointError, list_some
 from verl.tracking.console import Console
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ _FLAGS = ("private", "adapter", "tie_word_embedding", "is_value_model", "use_cpu
 def main(argv: Sequence[str]) -> int:
     """Convert or compare; return the exit code."""
     options = _read_options(argv)
-    if options.backend == "megatron":
-        raise VerlError("--backend megatron: only FSDP checkpoints are supported; use --backend fsdp")
     if options.hf_upload_path:
         check_upload(options.hf_upload_path)
     path = _find_checkpoint(Path(options.local_dir), "critic" if options.is_value_model else "actor")

@@ -14,6 +14,7 @@ from verl.config.checks import (
     engine_placement,
     generation,
     ignored,
+    megatron,
     requirements,
     train_engine,
     trainer,
@@ -35,6 +36,7 @@ GENERATION_HINTS: tuple[Check, ...] = (generation.find_hints,)
 SFT_CONFLICTS: tuple[Check, ...] = (
     requirements.find_unsupported,
     train_engine.find_conflicts,
+    megatron.find_conflicts,
     training.find_conflicts,
     trainer.find_conflicts,
     trainer.find_profile_conflicts,

@@ -25,6 +25,7 @@ from verl.config.features import (
 from verl.config.paths import format_value, get_path, get_value, is_overridden
 from verl.config.schema import Config, Section, Setting, SftConfig, collect_settings
 from verl.config.schema.conditions import ACTOR, REF
+from verl.config.train_engines import get_train_engine
 
 
 class _Rule(NamedTuple):
@@ -35,15 +36,29 @@ class _Rule(NamedTuple):
     reason: str
 
 
+def _for_section(name: str, key: str, *others: str) -> _Rule:
+    """Return the rule that the settings of a training engine's section have no effect with other engines."""
+
+    def holds(config: Section) -> bool:
+        return get_train_engine(str(get_value(config, f"{key}.strategy"))).section == name
+
+    sections = (f"{key}.{name}", *(f"{other}.{name}" for other in others))
+    return _Rule(sections, holds, f"the training engine of {key}.strategy has no such settings")
+
+
 _RULES: dict[type[Section], tuple[_Rule, ...]] = {
     Config: (
+        _for_section("fsdp_config", ACTOR, REF),
+        _for_section("megatron", ACTOR, REF),
+        _for_section("fsdp_config", "critic"),
+        _for_section("megatron", "critic"),
         _Rule(
             (f"{REF}.log_prob_micro_batch_size_per_gpu", f"{REF}.log_prob_max_token_len_per_gpu"),
             lambda config: uses_reference(config) or config.distillation.enable,
             "neither a reference policy nor a teacher is used",
         ),
         _Rule(
-            ("trainer.ref_update_freq", "trainer.ref_update_ratio", f"{REF}.fsdp_config"),
+            ("trainer.ref_update_freq", "trainer.ref_update_ratio", f"{REF}.fsdp_config", f"{REF}.megatron"),
             uses_reference,
             "no reference policy is used; it requires use_kl_loss, use_kl_in_reward, loss_mode=dpo, or reward.prime",
         ),
@@ -79,6 +94,8 @@ _RULES: dict[type[Section], tuple[_Rule, ...]] = {
         ),
     ),
     SftConfig: (
+        _for_section("fsdp_config", "model"),
+        _for_section("megatron", "model"),
         _Rule(
             ("trainer.faults.max_engine_restarts", "trainer.deadlines.generation", "trainer.deadlines.weights"),
             lambda config: False,

@@ -11,7 +11,7 @@ from verl.config.features import TrainedModel, list_trained_models
 from verl.config.paths import format_value, get_value
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.conditions import ACTOR, ROLLOUT
-from verl.config.train_engines import Capability, get_train_engine, list_train_engines
+from verl.config.train_engines import DEFAULT_ENGINE, Capability, get_train_engine, list_train_engines
 
 
 class _Need(NamedTuple):
@@ -62,10 +62,20 @@ def find_conflicts(config: Config | SftConfig) -> Iterator[Conflict]:
                 fix = f"={format_value(need.otherwise)}" + (f", or {strategy}={others[0]}" if others else "")
                 reason = f"{format_value(value)} is not supported by the training engine {spec.name}"
                 yield Conflict(need.key, reason, fix)
+    if config.trainer.device == "cpu":
+        yield from find_cpu_conflicts(config)
     names = [model.settings.strategy for model in list_trained_models(config)]
     if len(set(names)) > 1:
         reason = f"{names[1]} and {ACTOR}.strategy={names[0]} cannot be combined: both models get the same batches"
         yield Conflict("critic.strategy", reason, f"={names[0]}")
+
+
+def find_cpu_conflicts(config: Config | SftConfig) -> Iterator[Conflict]:
+    """Yield engines that cannot train without accelerators."""
+    for model in list_trained_models(config):
+        if get_train_engine(model.settings.strategy).needs_accelerators:
+            reason = f"{model.settings.strategy} needs accelerators, and this run has none (trainer.device)"
+            yield Conflict(f"{model.key}.strategy", reason, f"={DEFAULT_ENGINE}")
 
 
 def _find_needs(config: Config | SftConfig, model: TrainedModel) -> Iterator[tuple[_Need, Any]]:

@@ -27,7 +27,7 @@ from verl.config.schema.conditions import (
     unless,
     unless_given,
 )
-from verl.config.train_engines import DEFAULT_ENGINE, PLANNED_ENGINES, list_train_engines
+from verl.config.train_engines import DEFAULT_ENGINE, list_train_engines
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 _Kl = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
@@ -101,7 +101,7 @@ class ModelConfig(Section):
 class TrainEngineName(RegisteredName):
     @classmethod
     def list_names(cls) -> list[str]:
-        return [*list_train_engines(), *PLANNED_ENGINES]
+        return list_train_engines()
 
 
 class OptimConfig(Section):
@@ -179,11 +179,42 @@ class FsdpConfig(Section):
     """FSDP2 CPU offload: weights, gradients and optimizer state stay in host memory; AdamW runs there."""
 
 
+class MegatronTransformerConfig(Section):
+    num_layers_in_first_pipeline_stage: Count | None = setting(None, unit="layers")
+    """Layers of the first pipeline stage, which also has the embeddings; null: as many as the others."""
+    num_layers_in_last_pipeline_stage: Count | None = setting(None, unit="layers")
+    """Layers of the last pipeline stage, which also has the head; null: as many as the others."""
+
+
 class MegatronConfig(Section):
+    dtype: Dtype = setting("auto")
+    """Type of the weights and of the computation; auto: bfloat16 on accelerators; the optimizer's are float32."""
     tensor_model_parallel_size: Count = setting(1, unit="ranks")
-    """Tensor parallel size."""
+    """Ranks that share the matrices of every layer and the vocabulary; it must divide the key-value heads."""
     pipeline_model_parallel_size: Count = setting(1, unit="stages")
-    """Pipeline parallel size."""
+    """Pipeline stages; each has some of the layers."""
+    expert_model_parallel_size: Count = setting(1, unit="ranks")
+    """Ranks over which the experts of an MoE are distributed."""
+    param_offload: bool = setting(False, only_if=HAS_DEVICE_MEMORY)
+    """Move the weights to host memory while the model is idle, as during generation."""
+    grad_offload: bool = setting(False, only_if=HAS_DEVICE_MEMORY)
+    """Free the memory of the gradients while the model is idle."""
+    optimizer_offload: bool = setting(False, only_if=HAS_DEVICE_MEMORY)
+    """Keep the optimizer's float32 weights and moments in host memory except during its step."""
+    override_transformer_config: MegatronTransformerConfig = section(
+        MegatronTransformerConfig, "Layers of pipeline stages."
+    )
+
+
+class RefMegatronConfig(Section):
+    param_offload: bool = setting(False, only_if=HAS_DEVICE_MEMORY)
+    """Move the reference weights to host memory while they are not in use."""
+    tensor_model_parallel_size: Count | None = setting(None, unit="ranks")
+    """That of the actor, which is also the default."""
+    pipeline_model_parallel_size: Count | None = setting(None, unit="stages")
+    """That of the actor, which is also the default."""
+    expert_model_parallel_size: Count | None = setting(None, unit="ranks")
+    """That of the actor, which is also the default."""
 
 
 class PeftConfig(Section):
@@ -218,7 +249,7 @@ class ActorCheckpointConfig(CheckpointConfig):
 
 
 class ActorConfig(Section):
-    strategy: TrainEngineName = setting(DEFAULT_ENGINE, planned=PLANNED_ENGINES)
+    strategy: TrainEngineName = setting(DEFAULT_ENGINE)
     """Training engine."""
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning rate schedule.")
     ppo_mini_batch_size: Count = setting(256, unit="prompts")
@@ -270,7 +301,7 @@ class ActorConfig(Section):
     ulysses_sequence_parallel_size: Count = setting(1)
     """Ranks that share the tokens of every sequence, for long ones, in all models; they must divide the heads."""
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training (FSDP2).")
-    megatron: MegatronConfig = section(MegatronConfig, "Megatron-Core.", planned=True)
+    megatron: MegatronConfig = section(MegatronConfig, "Megatron-Core (strategy=megatron).")
     peft: PeftConfig = section(PeftConfig, "LoRA adapter.")
     checkpoint: ActorCheckpointConfig = section(ActorCheckpointConfig, "Contents of checkpoints.")
 
@@ -293,3 +324,4 @@ class RefConfig(Section):
     log_prob_max_token_len_per_gpu: Count | None = setting(None, unit="tokens", only_if=BY_TOKENS)
     """Tokens per rank and pass; null: same as rollout."""
     fsdp_config: RefFsdpConfig = section(RefFsdpConfig, "Sharding of the reference.")
+    megatron: RefMegatronConfig = section(RefMegatronConfig, "The layout of the reference (strategy=megatron).")

@@ -6,13 +6,14 @@ from verl.config.schema.actor import (
     Aggregation,
     CheckpointConfig,
     FsdpConfig,
+    MegatronConfig,
     OptimConfig,
     PeftConfig,
     TrainEngineName,
 )
 from verl.config.schema.base import Count, Positive, Section, section, setting
 from verl.config.schema.conditions import OnlyIf
-from verl.config.train_engines import DEFAULT_ENGINE, PLANNED_ENGINES
+from verl.config.train_engines import DEFAULT_ENGINE
 
 _DYNAMIC = (".use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz")
 _BY_TOKENS = OnlyIf(
@@ -38,7 +39,7 @@ class CriticOptimConfig(OptimConfig):
 class CriticConfig(Section):
     enable: bool | None = setting(None)
     """Train a critic; null: only with gae. For custom estimators that return (advantages, returns)."""
-    strategy: TrainEngineName = setting(DEFAULT_ENGINE, planned=PLANNED_ENGINES)
+    strategy: TrainEngineName = setting(DEFAULT_ENGINE)
     """Training engine."""
     model: CriticModelConfig = section(CriticModelConfig, "The value model.")
     optim: CriticOptimConfig = section(CriticOptimConfig, "Optimizer and learning rate schedule.")
@@ -59,5 +60,6 @@ class CriticConfig(Section):
     grad_clip: Positive = setting(1.0)
     """Maximum norm of the gradient."""
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training (FSDP2).")
+    megatron: MegatronConfig = section(MegatronConfig, "Megatron-Core (strategy=megatron).")
     peft: PeftConfig = section(PeftConfig, "LoRA adapter; the value head is trained in full.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "Contents of checkpoints.")

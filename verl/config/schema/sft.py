@@ -7,6 +7,7 @@ from typing import Any, Literal
 from verl.config.schema.actor import (
     ActorCheckpointConfig,
     FsdpConfig,
+    MegatronConfig,
     ModelConfig,
     OptimConfig,
     PeftConfig,
@@ -15,7 +16,7 @@ from verl.config.schema.actor import (
 from verl.config.schema.base import Count, Positive, Section, section, setting
 from verl.config.schema.conditions import needs, needs_given, unless, unless_given
 from verl.config.schema.trainer import RayConfig, RunConfig
-from verl.config.train_engines import DEFAULT_ENGINE, PLANNED_ENGINES
+from verl.config.train_engines import DEFAULT_ENGINE
 
 _NO_CONVERSATIONS = unless_given(".messages_key", ", and its conversations are used instead")
 
@@ -62,11 +63,12 @@ class SftDataConfig(Section):
 
 
 class SftModelConfig(ModelConfig):
-    strategy: TrainEngineName = setting(DEFAULT_ENGINE, planned=PLANNED_ENGINES)
+    strategy: TrainEngineName = setting(DEFAULT_ENGINE)
     """Training engine."""
     ulysses_sequence_parallel_size: Count = setting(1)
     """Ranks that share the tokens of every sequence, for long ones; they must divide the attention heads."""
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training (FSDP2).")
+    megatron: MegatronConfig = section(MegatronConfig, "Megatron-Core (strategy=megatron).")
     peft: PeftConfig = section(PeftConfig, "LoRA adapter.")
 
 

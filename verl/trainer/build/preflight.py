@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.checkpoint.locate import find_shards
 from verl.cluster.nvidia_smi import query_gpus
+from verl.config.checks import train_engine
 from verl.config.checks.device_support import check_capability, find_cpu_conflicts
 from verl.config.features import (
     data_splits,
@@ -168,7 +169,7 @@ def check_determinism(config: Config, device: str) -> None:
 
 def check_engine_layout(config: Config, device: str) -> None:
     """Raise if engines of the wanted sizes need accelerators, and this machine has none (trainer.device=auto)."""
-    if device == "cpu" and (problems := list(find_cpu_conflicts(config))):
+    if device == "cpu" and (problems := [*find_cpu_conflicts(config), *train_engine.find_cpu_conflicts(config)]):
         raise ConfigError(problems)
 
 

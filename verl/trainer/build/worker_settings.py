@@ -138,7 +138,8 @@ def _policy_settings(config: Config, device: str) -> tuple[EngineSettings, Engin
         max_skipped_steps=config.trainer.faults.max_skipped_steps,
         gradient_checkpointing=model.enable_gradient_checkpointing,
     )
-    offloads = device != "cpu" and config.actor_rollout_ref.ref.fsdp_config.param_offload
+    section = getattr(config.actor_rollout_ref.ref, get_train_engine(actor.strategy).section, None)
+    offloads = device != "cpu" and section is not None and section.param_offload
     return trained, base.freeze(param_offload=offloads)
 
 

@@ -26,7 +26,7 @@ from verl.algorithms.objective import ModelOutput, ValueOutput, weigh_branches
 from verl.checkpoint.adapter import check_base, is_adapter, merge_adapter, original_name, peft_name
 from verl.data.flat_batch import FlatBatch
 from verl.errors import DivergenceError, EngineError
-from verl.training.engine import KLTarget, Loss, TrainEngine, sum_metrics
+from verl.training.engine import KLTarget, Loss, TrainEngine, check_first_tokens, sum_metrics
 from verl.training.fsdp.divergence import compute_norm, describe_nonfinite, make_probe
 from verl.training.fsdp.local_shards import find_plain_names, iter_shards
 from verl.training.fsdp.lora import describe_adapter, disable_adapter, is_trainable
@@ -307,7 +307,7 @@ class FsdpEngine(TrainEngine[Any]):
 
     def _call(self, batch: FlatBatch, temperature: float, **options: Any) -> ModelOutput | ValueOutput | LastLayer:
         """Call the model. An empty batch runs a dummy token, so that every rank takes part in the collectives."""
-        _check_mask(batch)
+        check_first_tokens(batch)
         if batch.num_tokens == 0:
             batch = FlatBatch(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.bool))
         lengths = batch.lengths.tolist()
@@ -417,13 +417,3 @@ class BaseModelReference:
 
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-def _check_mask(batch: FlatBatch) -> None:
-    firsts = batch.offsets[:-1][batch.lengths > 0]
-    if bool(batch.mask[firsts].any()):
-        index = int(batch.mask[firsts].nonzero()[0])
-        raise EngineError(
-            f"sequence {index} of a micro-batch: its first token is marked as generated, but has no preceding token to "
-            "predict it from; every sequence needs a prompt of at least one token"
-        )

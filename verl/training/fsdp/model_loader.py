@@ -65,7 +65,7 @@ def load_model(
     register_attention()
     disable_progress_bar()
     with making_model:
-        hf, sources, note = _open(settings)
+        hf, sources, note = open_model(settings)
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -96,7 +96,7 @@ def load_model(
     return model
 
 
-def _open(settings: EngineSettings) -> tuple[PreTrainedModel, Sources, str]:
+def open_model(settings: EngineSettings) -> tuple[PreTrainedModel, Sources, str]:
     """Return a model with its parameters on the meta device and where they are stored; or a whole model and why."""
     path = settings.model_path
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}

@@ -73,8 +73,9 @@ def packed_attention(
             raise EngineError(f"{model}: its attention uses {name}, which packed attention does not support")
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise EngineError(f"{model}: packed attention supports only causal attention without an additional mask")
-    kernel = _KERNELS.get(query.device.type, _attend_by_runs)
-    attend: Callable[..., Tensor] = kernel if sequence_group is None else partial(sequence_group.attend, kernel)
+    attend: Callable[..., Tensor] = attend_packed
+    if sequence_group is not None:
+        attend = partial(sequence_group.attend, attend_packed)
     flat = attend(
         *(states[0].transpose(0, 1) for states in (query, key, value)),
         scaling=scaling,
@@ -83,6 +84,21 @@ def packed_attention(
         **kwargs,
     )
     return flat.unsqueeze(0), None
+
+
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    **packing: Any,
+) -> Tensor:
+    """Causal attention within each sequence of a flat batch, [T, heads, D] -> [T, A, D]; for `packing_kwargs`."""
+    kernel: Callable[..., Tensor] = _KERNELS.get(query.device.type, _attend_by_runs)
+    return kernel(query, key, value, scaling=scaling, window=window, softcap=softcap, **packing)
 
 
 def _attend_by_runs(
