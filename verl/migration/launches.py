@@ -132,8 +132,10 @@ def _read_launch(call: Call, start: int, variables: frozenset[str]) -> LaunchCom
         option = word.split("=")[0]
         if option in _CONFIG_OPTIONS:
             name = word.partition("=")[2] or next(rest, "")
-            if "megatron" in name:
-                raise VerlError(f"{option}={name}: requires Megatron-Core, which is not supported yet")
+            if "megatron" in name and ENTRIES[module] is TRAIN:
+                overrides = [
+                    f"{model}.strategy=megatron" for model in ("actor_rollout_ref.actor", "critic")
+                ] + overrides
             notes.append(f"{option} {name} is dropped: give your own YAML files to `verl migrate` by themselves")
         elif ("=" in word and not word.startswith("--")) or word.startswith("~"):
             overrides.append(word)

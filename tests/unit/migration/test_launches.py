@@ -182,15 +182,12 @@ def test_a_variable_that_is_not_set_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "feature"),
-    [
-        (["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", "data.seed=1"], "Megatron-Core"),
-        (["-cn", "ppo_megatron_trainer"], "Megatron-Core"),
-    ],
+    "words",
+    [["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", "data.seed=1"], ["-cn", "ppo_megatron"]],
 )
-def test_a_config_of_a_missing_feature_is_refused_by_its_name(words: list[str], feature: str) -> None:
-    with pytest.raises(VerlError, match=f"requires {feature}, which is not supported yet"):
-        find(["python", "-m", "verl.trainer.main_ppo", *words])
+def test_a_configuration_of_megatron_chooses_the_engine(words: list[str]) -> None:
+    (launch,) = find(["python", "-m", "verl.trainer.main_ppo", *words]).launches
+    assert {"actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron"} <= {*launch.overrides}
 
 
 def test_a_module_of_a_missing_feature_is_refused_by_its_name() -> None:
