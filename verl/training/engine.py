@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.algorithms.aggregate import Totals
+from verl.algorithms.aggregate import Totals, count_totals
+from verl.algorithms.objective import weigh_branches
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.kernels.logprobs import LastLayer
@@ -125,6 +126,14 @@ class TrainEngine(ReferenceEngine[Output]):
     @abstractmethod
     def advance_schedule(self) -> None:
         """Move the learning rate to that of the next training step; a step may have several updates."""
+
+    def count_totals(self, micro_batches: Sequence[FlatBatch]) -> Totals:
+        """Return the tokens and sequences of the mini-batch over all ranks, which divide its loss. Collective."""
+        parts = [count_totals(batch.mask, batch.offsets, weigh_branches(batch)) for batch in micro_batches]
+        counts = torch.tensor([sum(t.tokens for t in parts), sum(t.sequences for t in parts)], dtype=torch.float64)
+        dist.all_reduce(counts)
+        counts /= self.layout.group_size  # ranks that have the same batches
+        return Totals(tokens=float(counts[0]), sequences=float(counts[1]))
 
     def gather(self, rows: Tensor) -> Tensor:
         """All-gather a few numbers per sample: local [n, k] -> [N, k], in the order of data ranks; n may differ."""

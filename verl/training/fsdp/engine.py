@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from verl.algorithms.aggregate import Totals, count_totals
-from verl.algorithms.objective import ModelOutput, ValueOutput, weigh_branches
+from verl.algorithms.aggregate import Totals
+from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.checkpoint.adapter import check_base, is_adapter, merge_adapter, original_name, peft_name
 from verl.data.flat_batch import FlatBatch
 from verl.errors import DivergenceError, EngineError
@@ -134,7 +134,7 @@ class FsdpEngine(TrainEngine[Any]):
     ) -> dict[str, float]:
         if self.optimizer is None:
             raise EngineError(f"{self.settings.model_path}: cannot update a model with trainable=False")
-        totals, lr = self._totals(micro_batches), self.schedule.at(self.step)
+        totals, lr = self.count_totals(micro_batches), self.schedule.at(self.step)
         if self._routing is not None:
             self._routing.count_load(micro_batches)
         self.model.train()
@@ -338,13 +338,6 @@ class FsdpEngine(TrainEngine[Any]):
         with span("backward"):  # FSDP averages over ranks, but shares must be summed
             (share * self.world_size * self._scaler.scale).backward()
         return metrics if self._routing is None else {**metrics, **self._routing.metrics()}
-
-    def _totals(self, micro_batches: Sequence[FlatBatch]) -> Totals:
-        parts = [count_totals(batch.mask, batch.offsets, weigh_branches(batch)) for batch in micro_batches]
-        counts = torch.tensor([sum(t.tokens for t in parts), sum(t.sequences for t in parts)], dtype=torch.float64)
-        dist.all_reduce(counts)
-        counts /= self.layout.group_size  # ranks that have the same batches
-        return Totals(tokens=float(counts[0]), sequences=float(counts[1]))
 
     @span("optimizer step")
     def _step(self, lr: float, *, has_tokens: bool) -> tuple[float, bool]:

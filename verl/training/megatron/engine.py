@@ -14,8 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from verl.algorithms.aggregate import Totals, count_totals
-from verl.algorithms.objective import ModelOutput, ValueOutput, weigh_branches
+from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.checkpoint.save import get_local_shard
 from verl.data.flat_batch import FlatBatch
 from verl.errors import DivergenceError, EngineError
@@ -119,7 +118,7 @@ class MegatronEngine(TrainEngine[Any]):
             raise self._refuse("exact_kl")
         if self.optimizer is None:
             raise EngineError(f"{self.settings.model_path}: cannot update a model with trainable=False")
-        totals, lr, role = self._totals(micro_batches), self.schedule.at(self.step), self.settings.role
+        totals, lr, role = self.count_totals(micro_batches), self.schedule.at(self.step), self.settings.role
         self._forward_module.train()
         # Megatron averages over micro-batches and data ranks, but shares must be summed.
         scale = len(micro_batches) * self.layout.data_size
@@ -228,13 +227,6 @@ class MegatronEngine(TrainEngine[Any]):
         )
         output = ModelOutput(place(logprobs), place(entropy))
         return output._replace(sum_pi_squared=place(squares[0])) if squares else output
-
-    def _totals(self, micro_batches: Sequence[FlatBatch]) -> Totals:
-        parts = [count_totals(batch.mask, batch.offsets, weigh_branches(batch)) for batch in micro_batches]
-        counts = torch.tensor([sum(t.tokens for t in parts), sum(t.sequences for t in parts)], dtype=torch.float64)
-        dist.all_reduce(counts)
-        counts /= self.layout.group_size  # ranks that have the same batches
-        return Totals(tokens=float(counts[0]), sequences=float(counts[1]))
 
     def _count_skipped(self, norm: float) -> None:
         self._skipped_steps = 0 if math.isfinite(norm) else self._skipped_steps + 1
