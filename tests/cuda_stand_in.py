@@ -27,6 +27,12 @@ class CudaIsCpu(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
+        for name in (
+            "output_split_sizes",
+            "input_split_sizes",
+        ):  # of all_to_all_single, which Megatron copies from CUDA
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):

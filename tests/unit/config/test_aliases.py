@@ -185,9 +185,11 @@ def test_documented_short_names_are_accepted_without_a_hint(override: str, key: 
     assert not any("alias of" in hint for hint in loaded.hints)
 
 
-def test_the_layout_of_megatron_may_be_given_under_short_names() -> None:
-    [loaded] = load(["actor.strategy=megatron", "actor.megatron.tensor_model_parallel_size=2"], complete=False)
-    assert loaded.config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 2
+def test_megatron_may_be_chosen_and_set_under_short_names() -> None:
+    overrides = ["model_engine=megatron", "actor.megatron.dtype=float32", "trainer.n_gpus_per_node=1"]
+    [loaded] = load(overrides, complete=False)
+    actor = loaded.config.actor_rollout_ref.actor
+    assert (actor.strategy, actor.megatron.dtype) == ("megatron", "float32")
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_layouts_that_megatron_cannot_have_are_refused_before_anything_starts() 
     size = "model_parallel_size"
     pairs = {
         f"{A}.megatron.tensor_{size}=3": f"{A}.megatron.tensor_{size}: 3 x pipeline_{size}=1 does not divide the 8",
-        f"{A}.megatron.expert_{size}=16": f"{A}.megatron.expert_{size}: 16 x pipeline_{size}=1 does not divide the 8",
+        f"{A}.megatron.expert_{size}=16": f"{A}.megatron.expert_{size}: 16 is not supported yet",
         f"actor_rollout_ref.ref.megatron.tensor_{size}=2": "all models have one layout",
         f"{A}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=1": "of 2 or more",
         f"{A}.peft.lora_rank=8": "8 is not supported by the training engine megatron",
@@ -81,6 +81,9 @@ def test_layouts_that_megatron_cannot_have_are_refused_before_anything_starts() 
         assert any(text in problem for problem in problems(*MEGATRON, override)), override
     found = problems(*MEGATRON, "algorithm.adv_estimator=gae", f"{A}.megatron.tensor_{size}=2")
     assert [problem.split(":")[0] for problem in found] == [f"critic.megatron.tensor_{size}"]
+    both = [f"{section}.megatron.tensor_{size}=2" for section in (A, "critic")]
+    [problem] = problems(*MEGATRON, "algorithm.adv_estimator=gae", *both)
+    assert "critics have only been compared in data ranks" in problem
     average = [f"{A}.use_kl_loss=true", "trainer.ref_update_freq=1", "trainer.ref_update_ratio=0.5"]
     [problem] = problems(*MEGATRON, *average)
     assert problem.startswith("trainer.ref_update_ratio: 0.5 is not supported with strategy=megatron in bfloat16")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -127,6 +128,11 @@ def check_family(config: PreTrainedConfig, settings: MegatronSettings) -> None:
     if wrong := [name for name, is_odd in odd.items() if is_odd]:
         values = ", ".join(f"{name}={getattr(config, name)}" for name in wrong)
         raise EngineError(f"{where}: strategy=megatron does not support {values}; use strategy=fsdp2")
+    if getattr(config, "num_experts", None) and dist.get_world_size() > 1:
+        raise EngineError(
+            f"{where}: strategy=megatron does not support MoE models on several train ranks yet: they have not been "
+            "compared with FSDP2; use strategy=fsdp2, with fsdp_config.expert_parallel_size"
+        )
     tensor, pipeline, expert = (
         settings.tensor_parallel_size,
         settings.pipeline_parallel_size,
