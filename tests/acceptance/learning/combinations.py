@@ -217,13 +217,12 @@ def run_in_ray(own: Path, folder: Path, row: Combination) -> str:
 
 
 def _format(value: Any) -> str:
-    return (
-        json.dumps(value).replace('"', "'")
-        if isinstance(value, list)
-        else f"'{value}'"
-        if value == "2.0,0.5"
-        else str(value)
-    )
+    """Return a value in the grammar of overrides."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_format, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}: {_format(each)}" for key, each in value.items()) + "}"
+    return f"'{value}'" if isinstance(value, str) else str(value)
 
 
 def main() -> None:
