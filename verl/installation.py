@@ -18,6 +18,11 @@ def format_vllm_hint() -> str:
     return "pip install --no-deps -r requirements.txt -e . in the verl checkout (with CUDA: requirements-cuda.txt)"
 
 
+def format_cuda_hint() -> str:
+    """Return the command that installs verl with builds for CUDA, and where to run it."""
+    return "pip install --no-deps -r requirements-cuda.txt -e . in the verl checkout"
+
+
 def format_sglang_hint() -> str:
     """Return how to install SGLang, which pins other versions of torch than verl."""
     return (

@@ -17,6 +17,8 @@ from verl.config.shell_completion import complete_setting
 
 pytestmark = pytest.mark.unit
 
+ENGINES = ["vllm", "sglang", "hf"]
+
 
 @pytest.mark.parametrize(
     ("line", "words"),
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.unit
         ("verl tr", ["train"]),
         ("verl train act", ["actor_rollout_ref."]),
         ("verl train +act", ["+actor_rollout_ref."]),
-        ("verl train actor_rollout_ref.rollout.name=", [f"actor_rollout_ref.rollout.name={n}" for n in ("vllm", "hf")]),
+        ("verl train actor_rollout_ref.rollout.name=", [f"actor_rollout_ref.rollout.name={n}" for n in ENGINES]),
         ("verl train trainer.local=t", ["trainer.local=true"]),
         ("verl sft data.messages", ["data.messages_key="]),
         ("verl config --sft data.messages", ["data.messages_key"]),
@@ -63,7 +65,7 @@ def ask_bash(line: str) -> list[str]:
 
 
 def test_bash_gets_the_part_after_the_equals_sign_at_which_it_splits_words() -> None:
-    assert ask_bash("verl train actor_rollout_ref.rollout.name=") == ["vllm", "hf"]
+    assert ask_bash("verl train actor_rollout_ref.rollout.name=") == ENGINES
     assert ask_bash("verl train data.train_b") == ["data.train_batch_size="]
 
 

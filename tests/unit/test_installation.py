@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 TEXTS = {".cff", ".cpu", ".cuda", ".ipynb", ".md", ".py", ".sh", ".slurm", ".toml", ".txt", ".yaml", ".yml", ""}
 FOLDERS = (".ci", ".github", "docker", "docs", "examples", "tests", "verl")
 FROM_PYPI = re.compile(r"""\bverl\[[a-z]|\binstall\s+(?:-\S+\s+)*["']?verl\b""")
-EXTRAS = {"cpu", "vllm", "lora", "math", "wandb", "tracking", "agents", "docs", "dev"}
+EXTRAS = {"cpu", "vllm", "lora", "math", "wandb", "tracking", "agents", "megatron", "docs", "dev"}
 
 
 def list_texts() -> list[Path]:

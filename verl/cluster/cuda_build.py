@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 
 from verl.cluster.nvidia_smi import query_gpus
+from verl.installation import format_cuda_hint
 
 OLDEST_DRIVERS = {12: 525, 13: 580}
 """Major version of CUDA -> the first driver that runs it, by NVIDIA's release notes."""
-
-REINSTALL = "run pip install --no-deps -r requirements-cuda.txt -e . in the verl checkout"
 
 
 def find_torch_problem() -> str:
@@ -35,7 +34,7 @@ def describe_problem(version: str, cuda: tuple[int, int] | None, drivers: Sequen
     ''
     """
     if cuda is None:
-        return f"torch: {version} is a build without CUDA; {REINSTALL}"
+        return f"torch: {version} is a build without CUDA; run {format_cuda_hint()}"
     needed = OLDEST_DRIVERS.get(cuda[0], 0)
     for driver in drivers:
         major = driver.partition(".")[0]

@@ -65,6 +65,7 @@ REJECTED = ("algorithm.rollout_correction.rollout_rs", "geometric")
 BYPASSED = ("algorithm.rollout_correction.bypass_mode", True)
 OVERLONG = ("reward.overlong_buffer.enable", True)
 PRIME = ("reward.prime.enable", True)
+MEGATRON = critic_when("critic.strategy", "megatron")
 
 EFFECTS: dict[str, Effect] = {
     "algorithm.adv_estimator": Effect(losses=ADVANTAGES),
@@ -140,6 +141,15 @@ EFFECTS: dict[str, Effect] = {
     "critic.fsdp_config.param_offload": CRITIC,
     "critic.fsdp_config.optimizer_offload": CRITIC,
     "critic.fsdp_config.offload_policy": CRITIC,
+    "critic.megatron.dtype": MEGATRON,
+    "critic.megatron.tensor_model_parallel_size": MEGATRON,
+    "critic.megatron.pipeline_model_parallel_size": MEGATRON,
+    "critic.megatron.expert_model_parallel_size": MEGATRON,
+    "critic.megatron.param_offload": MEGATRON,
+    "critic.megatron.grad_offload": MEGATRON,
+    "critic.megatron.optimizer_offload": MEGATRON,
+    "critic.megatron.override_transformer_config.num_layers_in_first_pipeline_stage": MEGATRON,
+    "critic.megatron.override_transformer_config.num_layers_in_last_pipeline_stage": MEGATRON,
     "critic.peft.peft_type": CRITIC,
     "critic.peft.lora_rank": CRITIC,
     "critic.peft.lora_alpha": critic_when("critic.peft.lora_rank", 8),
