@@ -154,7 +154,7 @@ def both(tmp_path_factory):
                 if ".lora_B." in name:
                     parameter.fill_(0.01)
         one["start"] = clones(made.adapter_weights())
-        made._backward(mini_batch(), log_likelihood, made._totals([mini_batch()]), None, None)
+        made._backward(mini_batch(), log_likelihood, made.count_totals([mini_batch()]), None, None)
         one["gradients"] = {
             f"base_model.model.{name}": parameter.grad.full_tensor()
             for name, parameter in made.model.hf.named_parameters()

@@ -38,7 +38,7 @@ class Recorder(FsdpEngine):
 
     tokens = 0
 
-    def _totals(self, micro_batches):
+    def count_totals(self, micro_batches):
         return Totals(tokens=float(self.tokens), sequences=1.0)
 
     def _step(self, lr, *, has_tokens):
