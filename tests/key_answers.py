@@ -24,7 +24,7 @@ def find_answer(key: str, run_type: AnyRunType) -> Answer:
     setting = find_setting(canonical, run_type.root)
     if setting is not None:
         if canonical == path:
-            return Answer("setting", target, "not supported yet" if setting.planned is True else "")
+            return Answer("setting", target)
         return Answer("forwarded" if ".engine_kwargs.vllm." in target else "renamed", target)
     rule = run_type.legacy.find_rule(canonical)
     if rule is None:

@@ -30,7 +30,7 @@ Editors complete YAML files, explain settings and mark mistakes with a JSON sche
 of a YAML file next to it (VS Code with the YAML extension of Red Hat, Neovim, Emacs, Helix; in PyCharm: JSON Schema
 Mappings).
 
-**·** after a key: not supported yet, only the default is accepted. **\\*** after a value: not supported yet.
+**\\*** after a value: not supported yet.
 """
 
 
@@ -66,10 +66,9 @@ def _settings(run_type: AnyRunType) -> Iterator[str]:
 def _row(setting: Setting) -> str:
     if setting.section is not None:
         return ""
-    mark = " **·**" if setting.planned is True else ""
     default = "required" if setting.required else f"`{format_value(setting.default)}`"
     type_name = describe_type(setting).replace("*", "\\*").replace("|", "\\|")
-    return f"| `{setting.path[-1]}`{mark} | {type_name} | {default} | {document(setting)} |"
+    return f"| `{setting.path[-1]}` | {type_name} | {default} | {document(setting)} |"
 
 
 if __name__ == "__main__":

@@ -42,12 +42,9 @@ def _describe(setting: Setting, value_aliases: Mapping[str, Any]) -> Node:
     text = document(setting)
     if setting.section is not None:
         return {**_describe_object({}, is_open=setting.open), "description": text}
-    if setting.planned is True:
-        return {"const": _plain(setting.default), "description": f"{text} Not supported yet."}
-    refused = setting.planned if isinstance(setting.planned, tuple) else ()
     field = setting.owner.model_fields[setting.path[-1]]
     annotation: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-    kind = _simplify(TypeAdapter(annotation).json_schema(), refused, value_aliases)
+    kind = _simplify(TypeAdapter(annotation).json_schema(), setting.planned, value_aliases)
     kinds = [*(kind.pop("anyOf", None) or [kind]), {"$ref": "#/$defs/interpolation"}]
     if others := [yaml.safe_load(alias) for alias, value in value_aliases.items() if value not in setting.choices]:
         kinds.append({"enum": others})

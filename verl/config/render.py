@@ -48,7 +48,7 @@ def render(config: Section, *, only_changed: bool = False, origins: Mapping[str,
             if not indent:
                 lines.append("")
             title = f"{indent}{setting.path[-1]}:"
-            lines.append(title if origins is not None else _comment(title, _marks(setting) + setting.doc))
+            lines.append(title if origins is not None else _comment(title, setting.doc))
             for name, item in (value.model_extra or {}).items():
                 entry = f"{indent}  {name}: {_yaml(redact_settings(item, name))}"
                 lines.append(
@@ -102,7 +102,7 @@ def _list_keys(config: Section) -> Iterator[str]:
 def _explain(setting: Setting, value: Any) -> str:
     marker = "" if value == setting.default else f"[changed from {format_value(setting.default)}] "
     required = "[required] " if value == MISSING else ""
-    return marker + required + _marks(setting) + document(setting)
+    return marker + required + document(setting)
 
 
 def describe(key: str, run_type: AnyRunType = TRAIN) -> str:
@@ -130,16 +130,15 @@ def describe(key: str, run_type: AnyRunType = TRAIN) -> str:
 
 def _describe_list(title: str, settings: Sequence[Setting]) -> str:
     width = max(len(setting.key) for setting in settings)
-    rows = [f"  {setting.key:<{width}}  {_marks(setting)}{document(setting)}" for setting in settings]
+    rows = [f"  {setting.key:<{width}}  {document(setting)}" for setting in settings]
     return "\n".join([title, *rows]) + "\n"
 
 
 def describe_type(setting: Setting) -> str:
     """Return the type in words; values that are not supported yet are marked with a star."""
-    planned = setting.planned if isinstance(setting.planned, tuple) else ()
     if not setting.choices:
         return setting.type_name
-    return " | ".join(f"{part}*" if part in planned else part for part in setting.type_name.split(" | "))
+    return " | ".join(f"{part}*" if part in setting.planned else part for part in setting.type_name.split(" | "))
 
 
 def _describe_setting(setting: Setting, run_type: AnyRunType) -> str:
@@ -150,15 +149,9 @@ def _describe_setting(setting: Setting, run_type: AnyRunType) -> str:
     also = [short for short, full in run_type.legacy.aliases.items() if full == setting.key]
     if also:
         lines.append(f"  also:    {', '.join(also)}")
-    if setting.planned is True:
-        lines.append("  Not supported yet: only the default is accepted.")
-    elif setting.planned:
+    if setting.planned:
         lines.append("  * not supported yet")
     return "\n".join(lines) + "\n"
-
-
-def _marks(setting: Setting) -> str:
-    return "[not supported yet] " if setting.planned is True else ""
 
 
 def document(setting: Setting) -> str:

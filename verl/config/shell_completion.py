@@ -24,7 +24,7 @@ def complete_setting(text: str, run_type: AnyRunType, *, end: str = "=") -> list
     return [
         f"{prefix}{setting.key}{_suffix(setting, end)}"
         for setting in settings.values()
-        if ".".join(setting.path[:-1]) == parent and setting.key.startswith(key) and setting.planned is not True
+        if ".".join(setting.path[:-1]) == parent and setting.key.startswith(key)
     ]
 
 
@@ -36,7 +36,6 @@ def _list_values(setting: Setting | None) -> list[str]:
     """Return the values of a setting that takes one of a few; empty for all others."""
     if setting is None or setting.section is not None:
         return []
-    planned = setting.planned if isinstance(setting.planned, tuple) else ()
-    values = [str(choice) for choice in setting.choices if choice not in planned]
+    values = [str(choice) for choice in setting.choices if choice not in setting.planned]
     names = setting.type_name.split(" | ")
     return [*values, *(["true", "false"] if "true or false" in names else []), *(["null"] if "null" in names else [])]

@@ -73,10 +73,9 @@ def test_every_setting_has_one_line_of_documentation_and_a_type_in_words(setting
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
 def test_planned_values_are_choices_and_never_the_default(setting) -> None:
-    if isinstance(setting.planned, tuple):
-        assert set(setting.planned) <= set(setting.choices)
-        default = setting.default if isinstance(setting.default, list) else [setting.default]
-        assert not set(setting.planned) & set(default)
+    assert set(setting.planned) <= set(setting.choices)
+    default = setting.default if isinstance(setting.default, list) else [setting.default]
+    assert not any(planned in default for planned in setting.planned)
 
 
 @pytest.mark.parametrize("kind", RUN_TYPES, ids=lambda kind: kind.command)

@@ -9,7 +9,7 @@ from pathlib import Path
 from verl.config.checks.conflict import Conflict
 from verl.config.features import list_engines, list_trained_models
 from verl.config.interpreters import find_interpreter_problem
-from verl.config.paths import format_value, get_value, is_overridden
+from verl.config.paths import format_value, get_value
 from verl.config.rollout_engines import IN_PROCESS_ENGINE, get_rollout_engine
 from verl.config.schema import MISSING, Config, Section, SftConfig, collect_settings
 from verl.config.schema.rollout import RolloutConfig
@@ -50,16 +50,13 @@ def find_missing(config: Section) -> Iterator[Conflict]:
 
 
 def find_unsupported(config: Section) -> Iterator[Conflict]:
-    """Yield settings in use that are declared but not supported yet."""
+    """Yield values in use that are declared but not supported yet."""
     for key, setting in collect_settings(type(config)).items():
-        value, planned, default = get_value(config, key), setting.planned, f"={format_value(setting.default)}"
-        if isinstance(planned, tuple):
-            supported = ", ".join(str(choice) for choice in setting.choices if choice not in planned)
-            for item in value if isinstance(value, list) else [value]:
-                if item in planned:
-                    yield Conflict(key, f"{item} is not supported yet (supported: {supported})", default)
-        elif planned and is_overridden(config, key):
-            yield Conflict(key, f"{format_value(value)} is not supported yet", default)
+        value, default = get_value(config, key), f"={format_value(setting.default)}"
+        for item in value if isinstance(value, list) else [value]:
+            if setting.planned and item in setting.planned:
+                supported = ", ".join(str(choice) for choice in setting.choices if choice not in setting.planned)
+                yield Conflict(key, f"{item} is not supported yet (supported: {supported})", default)
 
 
 def _is_installed(package: str) -> bool:

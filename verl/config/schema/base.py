@@ -74,7 +74,7 @@ def setting(
     default: Any = None,
     *,
     unit: str | None = None,
-    planned: bool | tuple[Any, ...] = False,
+    planned: tuple[Any, ...] = (),
     required: bool = False,
     only_if: OnlyIf | tuple[OnlyIf, ...] = (),
     **constraints: Any,
@@ -84,7 +84,7 @@ def setting(
     Args:
         default: The value if none is given.
         unit: What a number counts.
-        planned: True refuses every value but the default as not supported yet; a tuple refuses these values.
+        planned: Values that are refused as not supported yet.
         required: A run does not start without this setting.
         only_if: When the setting has an effect; the first condition that does not hold is reported.
         constraints: ge, gt, le, lt of pydantic.
@@ -93,12 +93,12 @@ def setting(
     return Field(MISSING if required else default, json_schema_extra=marks, **constraints)
 
 
-def section(kind: type[Section], doc: str, *, planned: bool = False, only_if: OnlyIf | tuple[OnlyIf, ...] = ()) -> Any:
-    """Declare a section inside another; `planned` and `only_if` apply to all settings in it.
+def section(kind: type[Section], doc: str, *, only_if: OnlyIf | tuple[OnlyIf, ...] = ()) -> Any:
+    """Declare a section inside another; `only_if` applies to all settings in it.
 
     A condition of a section does not apply to the settings that it reads.
     """
-    marks: Any = {"unit": None, "planned": planned, "required": False, "only_if": _as_tuple(only_if)}
+    marks: Any = {"unit": None, "planned": (), "required": False, "only_if": _as_tuple(only_if)}
     return Field(default_factory=kind, description=doc, json_schema_extra=marks)
 
 
@@ -115,7 +115,7 @@ class Setting:
     annotation: Any
     default: Any
     unit: str | None
-    planned: bool | tuple[Any, ...]
+    planned: tuple[Any, ...]
     required: bool
     section: type[Section] | None
     only_if: tuple[OnlyIf, ...]
@@ -181,7 +181,7 @@ def _read(owner: type[Section], name: str, field: FieldInfo, parent: Setting | N
         annotation=kind,
         default=field.get_default(call_default_factory=True),
         unit=marks["unit"],
-        planned=marks["planned"] or (parent is not None and parent.planned),
+        planned=marks["planned"],
         required=marks["required"],
         section=kind if isinstance(kind, type) and issubclass(kind, Section) else None,
         only_if=(
