@@ -77,7 +77,8 @@ def main() -> None:
         folder = (options.folder or Path(temporary) / "files").absolute()
         folder.mkdir(parents=True)
         code = "import sys, pathlib, _mistaken_files as files; files.write_files(pathlib.Path(sys.argv[1]))"
-        subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env=_environment())
+        here = Path(__file__).parent
+        subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env=_environment(), cwd=here)
         os.chdir(folder)
         check(short=options.short)
 

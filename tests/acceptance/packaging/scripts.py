@@ -12,8 +12,8 @@ make show-scripts [ARGS="[--short] [--write]"]
    (../shared/data/launch_scripts)
 4. The settings of 108 public scripts: the 40 that need neither Megatron, another accelerator, another training engine
    nor images resolve, with no unknown key and no error but values of features that are not built yet. The other 68 are
-   refused by the name of such a feature; the settings of one of them name another feature than its list of
-   needs. Every key has a row in docs/migration_keys.md, which `--write` generates.
+   refused by the name of such a feature, or resolve too if they need no more of Megatron-Core than is built; the
+   settings of one of them name another feature than its list of needs. Every key has a row in docs/migration_keys.md, which `--write` generates.
 
 A value that a script of part 4 took from a shell variable is not in the data (null; an empty text where its quotes were
 lost). It gets, in this order: the value in SAMPLES; 2 for sizes of parallelism, since with 1 nothing would be parallel;
@@ -374,10 +374,12 @@ def main() -> None:
             unsupported.update(outcome.features)
             verdict = "runs" if not outcome.features else f"runs but for {', '.join(outcome.features)}"
         else:
-            is_fine = not outcome.unknown and bool(set(FEATURES.values()) & set(outcome.features))
+            is_built = needed == {FEATURES["megatron"]} and not (outcome.features or outcome.other)
+            named = outcome.features if "megatron" in script.needs else set(FEATURES.values()) & set(outcome.features)
+            is_fine = not outcome.unknown and (is_built or bool(named))
             refused += is_fine
             by_own_need += is_fine and bool(needed & set(outcome.features))
-            verdict = f"refused: {', '.join(outcome.features)}"
+            verdict = "runs with Megatron-Core" if is_built else f"refused: {', '.join(outcome.features)}"
         print(f"{script.name:<66} {' '.join(script.needs):<24} {verdict}")
         if not is_fine:
             complaints += [f"  {script.name}: {text}" for text in (*outcome.unknown, *outcome.other)]
