@@ -13,7 +13,8 @@ make show-scripts [ARGS="[--short] [--write]"]
 4. The settings of 108 public scripts: the 40 that need neither Megatron, another accelerator, another training engine
    nor images resolve, with no unknown key and no error but values of features that are not built yet. The other 68 are
    refused by the name of such a feature, or resolve too if they need no more of Megatron-Core than is built; the
-   settings of one of them name another feature than its list of needs. Every key has a row in docs/migration_keys.md, which `--write` generates.
+   settings of one of them name another feature than its list of needs. Every key has a row in
+   docs/migration_keys.md, which `--write` generates.
 
 A value that a script of part 4 took from a shell variable is not in the data (null; an empty text where its quotes were
 lost). It gets, in this order: the value in SAMPLES; 2 for sizes of parallelism, since with 1 nothing would be parallel;
