@@ -82,8 +82,8 @@ OTHER_PROGRAMS = (
 """Names and options of other trainers."""
 
 PUBLIC_KEYS = (
-    Mistake("actor.megatron.pipeline_model_parallel_size=2", f"{A}.megatron.pipeline", "model_parallel_size=1"),
-    Mistake("critic.megatron.tensor_model_parallel_size=2", "critic.megatron.tensor", "remove it"),
+    Mistake("actor.megatron.context_parallel_size=2", f"{A}.megatron.context", "context_parallel_size=1"),
+    Mistake("critic.megatron.use_dist_checkpointing=true", "critic.megatron.use_dist", "set critic.megatron.use_dist"),
     Mistake("actor.ppo_micro_batch_size=4", f"{A}.ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu instead"),
     Mistake("actor.optim.optimizer_impl=bitsandbytes.optim", f"{OPTIM}.optimizer_impl", f"set {OPTIM}.name instead"),
     Mistake("actor.optim.num_cycles=2", f"{OPTIM}.num_cycles", f"{OPTIM}.num_cycles=0.5"),
