@@ -35,9 +35,11 @@ def list_some(items: Collection[str], limit: int = 3, separator: str = "; ") -> 
 
 @contextmanager
 def note_on_error(note: str) -> Iterator[None]:
-    """Add where and when to exceptions of the block, as a note below their message."""
+    """Add where and when to exceptions of the block, as a note below their message; wrong settings name their place."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:
         error.add_note(note)
         raise

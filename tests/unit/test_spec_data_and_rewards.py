@@ -224,7 +224,7 @@ def test_a_function_that_would_not_be_called_is_named_at_the_start(overrides: li
     ("misspelt", "nearest"),
     [
         ("reward.custom_reward_fuction.path", f"{FUNCTION}.path"),
-        ("custom_reward_function.file", f"{FUNCTION} has: path, name, reward_kwargs"),
+        ("custom_reward_function.file", f"settings of {FUNCTION}: path, name, reward_kwargs"),
         ("reward_model.reward_fn.nam", f"{FUNCTION}.name"),
         ("reward.function", "reward.functions"),
     ],

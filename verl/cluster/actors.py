@@ -203,8 +203,9 @@ class ActorGroup:
     ) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
         """Call `method` once on all ranks but 0; yield a function that calls rank 0, any number of times.
 
-        At the end of the block rank 0 has to have done its part of all collectives of `method`. Timeouts start anew
-        with each reply of rank 0. Until then no other call reaches the ranks. `collect` gets the replies of the others.
+        At the end of the block rank 0 has to have done its part of all collectives of `method`. Timeouts start
+        again with each reply of rank 0. Until then no other call reaches the ranks. `collect` gets the replies of the
+        others.
         """
         progress = Progress()
         async with self._lock:

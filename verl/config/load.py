@@ -322,7 +322,7 @@ def _describe_unknown(run_type: RunType[C], path: Path, value: Any = None) -> st
         return f"{key}: is not a setting; did you mean {near}? Set {near}{given}"
     parent = find_setting(path[:-1], run_type.root) if len(path) > 1 else None
     if parent is not None and parent.section is not None:
-        return f"{key}: is not a setting; {parent.key} has: {', '.join(parent.section.model_fields)}"
+        return f"{key}: is not a setting; settings of {parent.key}: {', '.join(parent.section.model_fields)}"
     return f"{key}: is not a setting; run `verl config` to list all settings"
 
 

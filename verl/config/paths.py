@@ -126,9 +126,11 @@ def suggest_key(key: str, root: type[Section] = Config, aliases: Iterable[str] =
     `ppo_mini_batch_size`. Settings that decide what code may run are never suggested.
     """
     parent, _, last = key.rpartition(".")
-    for setting, names in _OTHER_NAMES.items():
-        if last in names and setting in collect_settings(root):
-            return setting
+    others = {
+        name: setting for setting, names in _OTHER_NAMES.items() if setting in collect_settings(root) for name in names
+    }
+    if last in others:
+        return others[last]
     by_name: dict[str, list[str]] = defaultdict(list)
     for known in (*(setting.key for setting in collect_settings(root).values() if setting.section is None), *aliases):
         by_name[known.rpartition(".")[2]].append(known)
@@ -148,12 +150,14 @@ def suggest_key(key: str, root: type[Section] = Config, aliases: Iterable[str] =
         if SequenceMatcher(None, name, last).ratio() > 0.94:
             return True
         parts = name.split("_")
-        others = [word for word in last.split("_") if word not in parts]  # a word with a meaning is not misspelled
-        return bool(others) and all(word not in words or get_close_matches(word, parts, 1, 0.8) for word in others)
+        unknown = [word for word in last.split("_") if word not in parts]  # a word with a meaning is not misspelled
+        return bool(unknown) and all(word not in words or get_close_matches(word, parts, 1, 0.8) for word in unknown)
 
     close = get_close_matches(last, by_name.keys() - _SECURITY, n=5, cutoff=0.8)
     found = [known for name in close for known in by_name[name] if is_likely(known)]
-    return max(found, key=rate, default=None)
+    if found:
+        return max(found, key=rate)
+    return next((others[name] for name in get_close_matches(last, others, n=1, cutoff=0.9)), None)
 
 
 def format_value(value: Any) -> str:

@@ -24,7 +24,7 @@ _VERBS = (
     *("free", "give", "increase", "install", "its name must", "lower", "make", "merge", "move", "name", "open", "put"),
     *("quote", "read", "remove", "rename", "rerun", "rewrite", "run", "save", "see", "set", "start", "use", "write"),
 )
-_OTHERS = r"every message needs|each line must|it must be|supported are|(?!it )(?:[\w.]+ has|available):"
+_OTHERS = r"every message needs|each line must|it must be|supported are|(?:settings of [\w.]+|available):"
 _FIX = re.compile(rf"(?:[;:.,] |\n *)(?=(?:{'|'.join(_VERBS)})\b|{_OTHERS})", re.IGNORECASE)
 """Where the fix begins: messages name it last, as an instruction."""
 

@@ -96,9 +96,10 @@ def _check_contents(config: Config, report: Report, device: Device | None, limit
     """Check rows, rewards, and memory, each if what it needs is right."""
     needs = {PROMPTS: (SETTINGS, MODEL, DATA), REWARD: (SETTINGS, DATA), MEMORY: (SETTINGS, MODEL)}
     blocked = {topic: [need for need in needs[topic] if need in report.failed] for topic in needs}
-    report.skipped |= {
-        topic: f"until the {' and the '.join(need)} are right" for topic, need in blocked.items() if need
-    }
+    for topic, need in blocked.items():
+        if need:
+            verb = "is" if need == [MODEL] else "are"
+            report.skipped[topic] = f"until the {' and the '.join(need)} {verb} right"
     scores = uses_reward_function(config) and scores_responses(config)
     with ThreadPoolExecutor(1) as background:
         trial = None

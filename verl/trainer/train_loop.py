@@ -96,7 +96,7 @@ class TrainLoop(Generic[T_co]):
         profiler: RunProfiler | None = None,
         keep_weights: KeepWeights | None = None,
     ) -> None:
-        """With `keep_weights`, validations go on beside the next step; without, the step waits for them."""
+        """With `keep_weights`, validations run during the next step; without, the step waits for them."""
         self.task, self.schedule, self.checkpointer, self.profiler = task, schedule, checkpointer, profiler
         self.tracker, self.console, self.restarts, self.version = tracker, console, restarts, version
         self._first = version  # the version that the run has started from

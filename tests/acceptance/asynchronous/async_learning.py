@@ -4,7 +4,7 @@ make show-async-learning [ARGS="--seeds 3"]
 
 The settings of show-learning on two ranks and two vLLM engines, with three seeds each: the same number of steps of the
 same size, synchronous and with `trainer.max_staleness=4`, everything else at its defaults, so that importance weights
-are on, and validations go on beside training. Held: held-out greedy accuracy at the end differs by no more than the
+are on, and validations run during training. Held: held-out greedy accuracy at the end differs by no more than the
 seeds do (twice the standard error of the difference of the means, at least 0.03), some responses were older than the
 weights that they trained, and every validation that is due was done.
 

@@ -1,7 +1,7 @@
 """Engines outside verl/ train a run end to end: nothing in verl/ knows them.
 
 `tests/toy_train_engine` is a training engine in plain PyTorch and `tests/toy_rollout_engine` a rollout engine that
-computes every sequence anew for each token; `actor_rollout_ref.model.external_lib` names the modules that register
+computes every sequence again for each token; `actor_rollout_ref.model.external_lib` names the modules that register
 them. A run uses both for two steps and saves; its weights must change, and the probe must find them in the rollout
 engine. In full, the run has two train ranks in processes of Ray and is resumed for a third step with the rollout engine
 in another Python environment, and the contract suites of the engines run too.

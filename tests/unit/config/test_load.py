@@ -288,6 +288,7 @@ def test_required_settings_are_needed_for_a_run_but_not_to_print_settings() -> N
         ("trainer.gpu_memory_utilization", "actor_rollout_ref.rollout.gpu_memory_utilization"),
         ("actor_rollout_ref.ppo_epochs", "actor_rollout_ref.actor.ppo_epochs"),
         ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
+        ("trainer.total_step", "trainer.total_training_steps"),
         ("quixotic.zebra", None),
         ("actor_rollout_ref.actor.ppo_micro_batch_size", None),
         ("rollout.agent.num_workers", None),

@@ -13,7 +13,7 @@ from recording_console import RecordingConsole
 from verl import cli
 from verl.cluster.actors import await_reply
 from verl.cluster.hangs.pending_calls import CallTarget
-from verl.errors import EngineError, note_on_error
+from verl.errors import ConfigError, EngineError, note_on_error
 from verl.trainer.records.failure import record_failure
 
 pytestmark = pytest.mark.unit
@@ -39,6 +39,12 @@ def test_an_error_says_during_which_stages_and_step_it_happened() -> None:
 def test_a_block_that_is_cancelled_gets_no_note() -> None:
     with pytest.raises(asyncio.CancelledError) as raised, note_on_error("while waiting"):
         raise asyncio.CancelledError
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_wrong_settings_get_no_note_since_they_name_their_place() -> None:
+    with pytest.raises(ConfigError) as raised, note_on_error("while checking the settings"):
+        raise ConfigError(["trainer.nnodes: 0 must be at least 1"])
     assert not hasattr(raised.value, "__notes__")
 
 
