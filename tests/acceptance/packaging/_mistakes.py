@@ -53,7 +53,7 @@ MISSPELLED = (
         "Set reward.custom_reward_function.path=r.py",
     ),
     Mistake("~trainer.seeds", "trainer.seeds", "did you mean trainer.seed?"),
-    Mistake("+trainer.foo=1", "trainer.foo", "trainer has: nnodes"),
+    Mistake("+trainer.foo=1", "trainer.foo", "settings of trainer: nnodes"),
     Mistake("nonsense.key=1", "nonsense.key", "run `verl config` to list all settings"),
     Mistake("rollout.name=vllm rollout.engine_kwargs.vllm.block_sise=16", "vllm.block_sise", "did you mean"),
 )
@@ -91,7 +91,7 @@ PUBLIC_KEYS = (
     Mistake("actor.fsdp_config.qat.enable=true", f"{A}.fsdp_config.qat.enable", "remove it"),
     Mistake("model.tiled_mlp.enabled=true", "actor_rollout_ref.model.tiled_mlp.enabled", "remove it"),
     Mistake("model.enable_activation_offload=true", "model.enable_activation_offload", "remove it"),
-    Mistake("actor.optim.exp_avg_dtype=fp8", f"{OPTIM}.exp_avg_dtype", f"{OPTIM} has: "),
+    Mistake("actor.optim.exp_avg_dtype=fp8", f"{OPTIM}.exp_avg_dtype", f"settings of {OPTIM}: "),
     Mistake("rollout.mtp.enable=true", f"{R}.mtp", "remove it"),
     Mistake("rollout.agent.agent_loop_config_path=a.yaml", "agent.agent_loop_config_path", "default_agent_loop"),
     Mistake("rollout.profiler.enable=true", f"{R}.profiler", "remove it"),
@@ -102,8 +102,8 @@ PUBLIC_KEYS = (
     Mistake("critic.model.lora.adapter_path=a", "critic.model.lora.adapter_path", "remove it"),
     Mistake("reward.reward_model.rollout.top_k=7", "reward_model.rollout.top_k", "use a judge as reward function"),
     Mistake("trainer.v1.sampler.custom_sampler.path=a.py", "custom_sampler.path", "set data.sampler instead"),
-    Mistake("critic.optim.lr_warmup_init=1e-7", "critic.optim.lr_warmup_init", "critic.optim has: "),
-    Mistake("actor.optim.muon_tp_mode=blockwise", f"{OPTIM}.muon_tp_mode", f"{OPTIM} has: "),
+    Mistake("critic.optim.lr_warmup_init=1e-7", "critic.optim.lr_warmup_init", "settings of critic.optim: "),
+    Mistake("actor.optim.muon_tp_mode=blockwise", f"{OPTIM}.muon_tp_mode", f"settings of {OPTIM}: "),
     Mistake("trainer.device=npu", "trainer.device", "remove it"),
 )
 """Keys of the public configuration whose features do not exist here."""

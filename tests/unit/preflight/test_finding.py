@@ -25,7 +25,12 @@ pytestmark = pytest.mark.unit
             "there",
             "set",
         ),
-        ("trainer.foo: is not a setting; settings of trainer: nnodes, seed", "trainer.foo", "is not", "settings of trainer: nnodes"),
+        (
+            "trainer.foo: is not a setting; settings of trainer: nnodes, seed",
+            "trainer.foo",
+            "is not",
+            "settings of trainer: nnodes",
+        ),
         (
             "x.csv ends in '.csv'; data files are .parquet: convert it",
             "",
