@@ -32,6 +32,7 @@ from typing import Any
 import psutil
 import torch
 from _common import ROOT, finish, left_behind, metrics_of, sized_for_addition
+from rotation import GROUPS, count_commits
 
 from verl.checkpoint.shards import read_tensors
 from verl.demo.assets import make_assets
@@ -42,6 +43,7 @@ ENGINES = ("engine process", "rollout actor")
 TOKEN = secrets.token_hex(32)
 MARK = f"VERL_SHOW_{secrets.token_hex(8)}"
 NODE, NODE_FOR_GOOD = "node", "node for good"
+SHORT = (["controller", "engine process"], ["train worker", "reward worker"])  # victims
 IGNORED = ("time", "timing_s/", "perf/", "faults/")
 PROOF = "weights/probe_gap"
 
@@ -63,7 +65,7 @@ def main() -> None:
     parser.add_argument("--a-run", type=int, default=5, help="kills of one run")
     parser.add_argument("--victims", default=",".join(VICTIMS))
     parser.add_argument("--seed", type=int, help="a new one each time; in the short form always the same")
-    parser.add_argument("--short", action="store_true", help="one run and four kills")
+    parser.add_argument("--short", action="store_true", help="one run and two kills, of others at other commits")
     options = parser.parse_args()
     if options.seed is None:
         options.seed = 7 if options.short else random.randrange(10**6)
@@ -89,8 +91,7 @@ def main() -> None:
             report(runs)
 
         if options.short:
-            victims = ["controller", "train worker", "engine process", "reward worker"]
-            chance.shuffle(victims)
+            victims = SHORT[count_commits() // GROUPS % len(SHORT)]
             play(Disturbed(folder, "run-0", None, list(victims), chance, engines=1))
         else:
             while (left := options.kills - sum(len(run.kills) for run in runs)) > 0:
