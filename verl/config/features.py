@@ -140,7 +140,8 @@ def syncs_adapter_only(config: Config) -> bool:
 def differs_by_truncation(config: Config) -> bool:
     """Whether `top_p` or `top_k` truncates the distribution of the engine's log-probs, but not the trainer's."""
     rollout = config.actor_rollout_ref.rollout
-    return (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.keep_sampling_mask
+    is_truncated = get_rollout_engine(rollout.name).capabilities.has_truncated_logprobs
+    return is_truncated and (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.keep_sampling_mask
 
 
 def get_importance_weights(config: Config) -> str | None:

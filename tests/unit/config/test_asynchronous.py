@@ -33,6 +33,7 @@ def config_of(*overrides: str) -> Config:
         ([STALE, f"{CORRECTION}.preset=mis"], None),
         ([STALE, f"{CORRECTION}.preset=icepop"], "icepop"),
         ([STALE, f"{ROLLOUT}.top_p=0.9"], None),
+        ([STALE, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.name=sglang"], "token"),  # its log-probs are not truncated
     ],
 )
 def test_old_responses_have_importance_weights_unless_something_else_is_chosen(

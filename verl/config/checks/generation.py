@@ -92,9 +92,8 @@ def find_training_hints(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             f"{_VAL}.n", f"{val.n} greedy responses are all equal", f"set {_VAL}.temperature=1.0 or {_VAL}.n=1"
         )
-    is_truncated = get_rollout_engine(rollout.name).capabilities.has_truncated_logprobs
     for name, cut, full in (("top_p", rollout.top_p < 1, "1.0"), ("top_k", rollout.top_k > 0, "-1")):
-        if cut and is_truncated and differs_by_truncation(config):
+        if cut and differs_by_truncation(config):
             yield Conflict(
                 f"{ROLLOUT}.{name}",
                 f"with {getattr(rollout, name)} the engine's log-probs are those of the truncated distribution and the "
