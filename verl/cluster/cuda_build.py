@@ -20,7 +20,7 @@ def find_torch_problem() -> str:
     except PackageNotFoundError:
         return ""
     build = torch.read_text("../torch/version.py") or ""
-    if re.search(r"^hip\b.*= '", build, re.MULTILINE):
+    if not build or re.search(r"^hip\b.*= '", build, re.MULTILINE):  # an unusual installation, or AMD's build
         return ""
     found = re.search(r"^cuda\b.*= '(\d+)\.(\d+)'", build, re.MULTILINE)
     cuda = None if found is None else (int(found[1]), int(found[2]))

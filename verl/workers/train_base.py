@@ -85,8 +85,13 @@ class BaseTrainWorker:
 
     def find_device_problem(self) -> str:
         """Return why torch cannot use this rank's accelerator, and on which node; empty if it can."""
-        problem = find_torch_problem()
-        return problem and f"{problem}; node {socket.gethostname()}"
+        if not (problem := find_torch_problem()):
+            return ""
+        import torch
+
+        if torch.cuda.is_available():  # NVIDIA's compatibility packages let older drivers run a newer CUDA
+            return ""
+        return f"{problem}; node {socket.gethostname()}"
 
     def device_name(self) -> str:
         """Return the name of this rank's accelerator, as its driver gives it."""

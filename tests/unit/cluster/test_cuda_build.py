@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from verl.cluster import cuda_build
 from verl.cluster.cuda_build import describe_problem, find_torch_problem
@@ -42,6 +44,17 @@ def test_a_driver_must_be_as_new_as_the_cuda_of_the_build(cuda: tuple[int, int],
 def test_the_installed_torch_is_read_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_build, "query_gpus", lambda *fields: ["580.65.06"])
     assert "+cpu is a build without CUDA" in find_torch_problem()
+
+
+def test_a_torch_whose_build_cannot_be_read_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_build, "distribution", lambda name: SimpleNamespace(read_text=lambda file: None))
+    assert find_torch_problem() == ""
+
+
+def test_an_old_driver_with_which_torch_works_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BaseTrainWorker(0, 1).find_device_problem()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert BaseTrainWorker(0, 1).find_device_problem() == ""
 
 
 def test_the_doctor_names_the_fix_on_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
