@@ -19,6 +19,7 @@ from verl.config.train_engines import get_train_engine, list_train_engines
 from verl.data.flat_batch import FlatBatch
 from verl.training.engine import TrainEngine
 from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.offload import Offloader
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.layout import RankLayout
 from verl.training.process_group import init_process_group
@@ -313,6 +314,13 @@ def test_a_weight_that_is_not_finite_is_named_as_divergence(make):
         get_local_shard(value).tensor.fill_(math.nan)
     checked.load_state(state)
     assert checked.find_divergence().startswith("weights are not finite: ")
+
+
+def test_a_save_after_the_check_loads_nothing_to_the_device(group, tmp_path, monkeypatch):
+    engine = POLICIES["fsdp-offload"](tmp_path)  # has not stepped yet, as an actor while its critic warms up
+    engine.find_divergence()
+    monkeypatch.setattr(Offloader, "load", lambda offloader: pytest.fail("tensors are loaded"))
+    assert any(name.endswith("exp_avg") for name in engine.state()["optimizer"])
 
 
 def test_a_model_whose_gradient_overflows_has_diverged(group, tmp_path):

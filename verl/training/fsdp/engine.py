@@ -229,9 +229,7 @@ class FsdpEngine(TrainEngine[Any]):
         }
         if self._scaler.is_active:
             state["schedule"]["loss_scale"] = self._scaler.state()
-        if self.optimizer is not None and not self.optimizer.state:
-            with self._weights.on_device(), self._moments.on_device():
-                self._initialize_moments(self.optimizer)
+        self._ensure_moments()
         state["model"] = get_model_state_dict(self.model.hf)
         if self._base is not None:
             state["model"] = {name: tensor for name, tensor in state["model"].items() if is_trainable(name)}
@@ -244,14 +242,17 @@ class FsdpEngine(TrainEngine[Any]):
                 state["optimizer"] = self._moments.copy_to_host(state["optimizer"])
         return state
 
-    def _initialize_moments(self, optimizer: torch.optim.Optimizer) -> None:
+    def _ensure_moments(self) -> None:
         """Create the state of an optimizer that has not stepped yet.
 
         torch does so by a step with learning rate 0, and counts it: the first real step would be a quarter too small.
         """
-        get_optimizer_state_dict(self.model.hf, optimizer, options=_FLAT)
-        for moments in optimizer.state.values():
-            moments["step"].zero_()
+        if self.optimizer is None or self.optimizer.state:
+            return
+        with self._weights.on_device(), self._moments.on_device():
+            get_optimizer_state_dict(self.model.hf, self.optimizer, options=_FLAT)
+            for moments in self.optimizer.state.values():
+                moments["step"].zero_()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore a `state`. Parts that it lacks are left unchanged, also the random state of a rank without one.
@@ -369,6 +370,7 @@ class FsdpEngine(TrainEngine[Any]):
             self._run(make_probe(self.model.hf.config.get_text_config().vocab_size))[0].sum().backward()
             norm = compute_norm(self._grads())
             self.optimizer.zero_grad(set_to_none=True)
+        self._ensure_moments()  # here the device has room for them: a save comes while engines are awake
         return "" if math.isfinite(norm) else f"the weights are finite, but the norm of a gradient is {norm}"
 
     def _grads(self) -> list[Tensor]:
