@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -90,11 +91,12 @@ class Comparer:
         if "enforce_eager" in {each.name for each in fields(settings)}:
             settings = replace(settings, enforce_eager=True)  # type: ignore[call-arg]
         engine = make_engine(spec, settings, rollout.python, self._settings.external_modules)
-        if not isinstance(engine, InspectableEngine):
-            raise EngineError(f"{spec.title}: cannot be compared layer by layer; it has no compute_hidden_states")
+        if not issubclass(type(engine), InspectableEngine):  # an instance in another process seems to have any method
+            reason = "it has no compute_hidden_states, or runs in another process"
+            raise EngineError(f"{spec.title} cannot be compared layer by layer: {reason}")
         try:
             await engine.start()
-            yield engine
+            yield cast(InspectableEngine, engine)
         finally:
             await engine.close()
 
