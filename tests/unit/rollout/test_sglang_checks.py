@@ -43,6 +43,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"+{K}.quantization=fp8", f"{K}.quantization: is not tested with weight updates"),
         (f"+{K}.skip_tokenizer_init=false", f"{K}.skip_tokenizer_init: is set by verl"),
         (f"+{K}.enable_dp_attention=true", f"{K}.enable_dp_attention: is not supported"),
+        (f"+{K}.hicache_storage_backend=file", f"{K}.hicache_storage_backend: keeps the cache of old weights"),
+        (f"+{K}.max_queued_requests=64", f"{K}.max_queued_requests: is set by verl"),
         (f"+{K}.atention_backend=fa3", f"did you mean {K}.attention_backend?"),
         (f"{R}.data_parallel_size=2 trainer.device=cuda", f"{R}.data_parallel_size: 2 is not supported with {R}.name"),
         (f"{R}.pipeline_model_parallel_size=2 trainer.device=cuda", f"{R}.pipeline_model_parallel_size: 2 is not"),

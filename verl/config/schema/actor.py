@@ -87,7 +87,7 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool = setting(True)
     """Recompute activations in the backward pass: less memory, about a third more time."""
     fp32_lm_head: bool = setting(False)
-    """Compute logits in float32, whatever the model computes in; in the trainer and in vLLM."""
+    """Compute logits in float32, whatever the model computes in; in the trainer, in vLLM and in SGLang."""
     logprob_chunk_size: Count | None = setting(None, unit="tokens")
     """Positions whose logits exist at a time in training; null: 1,024 on accelerators, 64 MiB of logits on CPU."""
 

@@ -149,7 +149,7 @@ class RolloutConfig(Section):
     data_parallel_size: Count = setting(1, unit="copies", only_if=_HAS_SUPPORT)
     """Copies of the attention per engine of an MoE; multiplies its devices."""
     expert_parallel_size: Count = setting(1, unit="devices", only_if=_HAS_SUPPORT)
-    """Devices per engine that divide the experts; 1, or tensor x data parallel size."""
+    """Devices per engine that divide the experts; 1, or all of them, or a part of them with SGLang."""
     gpu_memory_utilization: float = setting(0.5, gt=0, le=1, only_if=(_HAS_SUPPORT, _HAS_GPU))
     """Fraction of an accelerator's memory that an engine uses."""
     free_cache_engine: bool | None = setting(None)
@@ -157,9 +157,9 @@ class RolloutConfig(Section):
     cpu_cache_gib: Count = setting(1, unit="GiB", only_if=(_HAS_SUPPORT, _HAS_NO_GPU))
     """Memory of an engine's key-value cache on CPU."""
     max_num_seqs: Count | None = setting(None, unit="sequences", only_if=_HAS_SUPPORT)
-    """Maximum sequences that an engine generates at once; null: 256 on CPU, else chosen by vLLM."""
+    """Maximum sequences that an engine generates at once; null: 256 on CPU, else chosen by the engine."""
     max_num_batched_tokens: Count | None = setting(None, unit="tokens", only_if=_HAS_SUPPORT)
-    """Maximum tokens per engine pass; null: chosen by vLLM, on accelerators for throughput."""
+    """Maximum tokens per engine pass; null: chosen by the engine, on accelerators for throughput."""
     max_model_len: int | None = setting(None, unit="tokens", ge=2, only_if=_HAS_SUPPORT)
     """Maximum sequence length; null: data.max_prompt_length + data.max_response_length."""
     enforce_eager: bool | None = setting(None, only_if=_HAS_SUPPORT)

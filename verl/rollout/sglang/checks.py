@@ -42,11 +42,17 @@ _SETTINGS = {
 _RESERVED = (
     *("skip_tokenizer_init", "custom_weight_loader", "weight_version", "preferred_sampling_params"),
     *("enable_priority_scheduling", "disable_priority_preemption", "schedule_low_priority_values_first"),
+    *("default_priority_value", "max_queued_requests"),
 )
 """Server arguments whose values verl depends on."""
 
 _UNSUPPORTED = {
     **dict.fromkeys(("quantization", "kv_cache_dtype"), "is not tested with weight updates"),
+    **dict.fromkeys(("modelopt_quant", "quantize_and_serve", "rl_quant_profile"), "is not tested with weight updates"),
+    **dict.fromkeys(
+        ("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
+        "keeps the cache of old weights after an update",
+    ),
     "enable_watermark": "changes how responses are sampled",
     "allow_auto_truncate": "shortens prompts",
     "weight_cache_mode": "shares weights that cannot be updated",
