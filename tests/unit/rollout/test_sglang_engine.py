@@ -79,7 +79,8 @@ class FakeManager:
             message = json.loads(payload[0][0])
             self.sent.append("seed" if "seed" in message else "bucket")
             if self.refuses == "load":
-                Path(message["errors"], "1").write_text("AssertionError: shape")
+                for process in ("1", "2"):
+                    Path(message["errors"], process).write_text("AssertionError: shape")
         return True, "Success"
 
     def __getattr__(self, method: str) -> Any:
@@ -100,6 +101,7 @@ def output(**changes: Any) -> dict[str, Any]:
         "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
         "output_token_logprobs": [(-0.5, 7, None), (-1.5, 8, None)],
         "input_token_logprobs": [(None, 1, None), (-0.25, 2, None)],
+        "num_retractions": 1,
     }
     return {"output_ids": [7, 8], "meta_info": info | changes}
 
@@ -119,7 +121,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def make_engine(folder: Path, **settings: Any) -> tuple[SglangEngine, FakeManager]:
     engine: Any = SglangEngine(SglangSettings("model", **settings))
     manager = engine._manager = FakeManager()
-    engine._errors = SimpleNamespace(name=str(folder))
+    engine._errors = folder
     return engine, manager
 
 
@@ -186,6 +188,37 @@ def test_failures_that_sglang_returns_are_raised(folder: Path, refuses: str, wor
         asyncio.run(update())
 
 
+def test_an_update_after_one_that_two_processes_could_not_load_succeeds(folder: Path) -> None:
+    async def update() -> list[str]:
+        engine, manager = make_engine(folder)
+        await engine.start_weight_update()
+        manager.refuses = "load"
+        with pytest.raises(WeightSyncError):
+            await engine.load_bucket(bucket())
+        manager.refuses = ""
+        await engine.start_weight_update()
+        await engine.load_bucket(bucket())
+        await engine.finish_weight_update(1)
+        return manager.sent
+
+    assert asyncio.run(update())[-1] == "version 1"
+
+
+def test_memory_that_is_released_is_not_released_again(folder: Path) -> None:
+    async def sleep() -> list[str]:
+        engine, manager = make_engine(folder)
+        await engine.sleep()
+        await engine.sleep()
+        await engine.start_weight_update()
+        await engine.sleep()
+        return [each for each in manager.sent if each.startswith("release")]
+
+    assert asyncio.run(sleep()) == [
+        "release_memory_occupation weights kv_cache cuda_graph",
+        "release_memory_occupation weights",
+    ]
+
+
 def test_a_canceled_request_before_an_update_does_not_leave_the_engine_paused(folder: Path) -> None:
     async def update() -> list[str]:
         engine, manager = make_engine(folder)
@@ -205,6 +238,11 @@ def test_every_token_has_its_version_and_log_prob() -> None:
     completion = read_completion(output(), SAMPLING)
     assert (completion.token_ids, completion.versions.tolist(), completion.finish_reason) == ([7, 8], [3, 4], "length")
     assert completion.logprobs.tolist() == [-0.5, -1.5]
+
+
+def test_retractions_by_weight_updates_are_not_preemptions() -> None:
+    counts = [read_completion(output(num_retractions=count), SAMPLING).preemptions for count in (0, 1, 3)]
+    assert counts == [0, 0, 2]
 
 
 @pytest.mark.parametrize(

@@ -45,19 +45,21 @@ class SglangEngine:
 
     async def start(self) -> None:
         os.environ.update(self.settings.make_environment())
-        private = str(get_user_folder())
-        tempfile.tempdir = private  # anyone who can open SGLang's sockets can send them pickles
+        self._folder = tempfile.TemporaryDirectory(dir=get_user_folder(), prefix="sglang-", ignore_cleanup_errors=True)
+        tempfile.tempdir = self._folder.name  # anyone who can open SGLang's sockets can send them pickles
+        self._errors = Path(self._folder.name, "errors")
+        self._errors.mkdir()
         from sglang.srt.entrypoints.engine import Engine
 
         try:
             arguments = self.settings.make_arguments(_count_cache_tokens(self.settings))
             self._engine = Engine(**arguments)
         except Exception as error:  # the cause is on stderr, which SGLang's processes share with this one
+            self._folder.cleanup()
             raise EngineError(
                 f"SGLang cannot start with {self.settings.model_path}: {error}\n{tail_stderr()}"
             ) from error
         self._manager = self._engine.tokenizer_manager
-        self._errors = tempfile.TemporaryDirectory(dir=private, prefix="sglang-")
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         [output] = await self._run([self._make_request(token_ids, sampling)])
@@ -112,8 +114,9 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self._pause()
-        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(MEMORY)))
-        self._asleep.update(MEMORY)
+        if awake := [name for name in MEMORY if name not in self._asleep]:  # what is released twice ends the process
+            await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=awake))
+            self._asleep.update(awake)
 
     async def version(self) -> int:
         """Ask the scheduler process, so that the reply shows that it lives."""
@@ -125,7 +128,7 @@ class SglangEngine:
             for task in self._manager.asyncio_tasks:
                 task.cancel()
             self._engine.shutdown()
-            self._errors.cleanup()
+            self._folder.cleanup()  # SGLang leaves its sockets there
             del self._engine
 
     def _make_request(
@@ -208,7 +211,7 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        text = json.dumps(message | {"errors": self._errors.name})
+        text = json.dumps(message | {"errors": str(self._errors)})
         payload = MultiprocessingSerializer.serialize([(text, torch.empty(0))])
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * self.settings.tensor_parallel_size,
@@ -216,10 +219,12 @@ class SglangEngine:
             flush_cache=False,  # once at the end
         )
         _check("load weights", *await self._manager.update_weights_from_tensor(request))
-        for file in Path(self._errors.name).iterdir():
-            reason = file.read_text()
-            file.unlink()
-            raise WeightSyncError(f"SGLang cannot load the weights: {reason}")
+        files = list(self._errors.iterdir())
+        reasons = [file.read_text() for file in files]
+        for file in files:
+            file.unlink()  # or the next message would seem to have failed
+        if reasons:
+            raise WeightSyncError(f"SGLang cannot load the weights: {'; '.join(dict.fromkeys(reasons))}")
 
 
 def _check(action: str, has_succeeded: bool, message: str) -> None:
@@ -245,7 +250,9 @@ def read_completion(output: dict[str, Any], sampling: SamplingParams) -> Complet
     if len(versions) != len(tokens):
         raise EngineError(f"SGLang reported weight versions for {len(versions)} of {len(tokens)} tokens")
     logprobs = read_logprobs(info["output_token_logprobs"], tokens)
-    return Completion(tokens, logprobs, np.array(versions, np.int32), reason)
+    updates = len(info["weight_versions"]) - 1  # each of them has retracted the request, too
+    preemptions = max(0, info["num_retractions"] - updates)
+    return Completion(tokens, logprobs, np.array(versions, np.int32), reason, preemptions=preemptions)
 
 
 def read_logprobs(entries: Sequence[tuple[float, int, Any]], tokens: Sequence[int]) -> np.ndarray[Any, Any]:
