@@ -74,6 +74,6 @@ class RewardModelSettings:
     trust_remote_code: bool = False
     memory_fraction: float = 0.5  # of the device
     tensor_parallel_size: int = 1
-    batch_invariant: bool = False  # scores do not depend on the other conversations of a batch
+    deterministic: bool = False  # scores do not depend on other conversations
     cpu_cores: str = ""
     external_modules: Sequence[str] = ()  # imported before the model is loaded

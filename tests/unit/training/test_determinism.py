@@ -10,6 +10,7 @@ import torch
 
 from verl.config.load import load_dict
 from verl.errors import ConfigError
+from verl.rollout.vllm.reward_model import VllmRewardModel
 from verl.rollout.vllm.settings import VllmSettings
 from verl.trainer.build import preflight
 from verl.trainer.build.preflight import check_determinism
@@ -58,12 +59,14 @@ def test_a_workspace_of_the_user_is_kept_and_an_old_gpu_is_refused(monkeypatch: 
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_only_workers_on_accelerators_are_deterministic(device: str) -> None:
+def test_what_makes_workers_deterministic_depends_on_the_device(device: str) -> None:
     config = load_dict({}, [*REQUIRED, "reward.reward_model.enable=true", "reward.reward_model.model_path=rm"]).config
     is_gpu = device == "cuda"
     assert train_settings(config, 10, device).deterministic is is_gpu
     assert VllmSettings.from_config(config, device, 0).batch_invariant is is_gpu
-    assert reward_model_settings(config, device, 0).batch_invariant is is_gpu
+    reward_model = VllmRewardModel(reward_model_settings(config, device, 0))
+    assert reward_model._settings.batch_invariant is is_gpu
+    assert reward_model._arguments.get("enable_prefix_caching") is (None if is_gpu else False)
 
 
 def test_the_gpus_of_this_machine_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ class RewardModelConfig(Section):
     replicas: Count = setting(1, unit="processes")
     """Processes that each hold a copy of the reward model."""
     micro_batch_size_per_gpu: Count = setting(16, unit="samples")
-    """Responses that a replica scores at once."""
+    """Responses that a replica scores at once; on the CPU one with trainer.deterministic=true."""
     rollout: RewardRolloutConfig = section(RewardRolloutConfig, "The engine of the reward model.")
 
 

@@ -36,9 +36,12 @@ class VllmRewardModel:
             gpu_memory_utilization=settings.memory_fraction,
             trust_remote_code=settings.trust_remote_code,
             tensor_parallel_size=settings.tensor_parallel_size,
-            batch_invariant=settings.batch_invariant,
+            batch_invariant=settings.deterministic and settings.device != "cpu",
             cpu_cores=settings.cpu_cores,
         )
+        self._arguments: dict[str, Any] = {"runner": "pooling"}
+        if settings.deterministic and settings.device == "cpu":  # scored alone, and not from what others left
+            self._arguments["enable_prefix_caching"] = False
         self._requests = itertools.count()
 
     async def start(self) -> None:
@@ -63,7 +66,7 @@ class VllmRewardModel:
             )
         text = config.get_text_config()
         self._padding, self._vocabulary = text.pad_token_id, text.vocab_size
-        self._llm = await start_vllm(settings, {"runner": "pooling"})
+        self._llm = await start_vllm(settings, self._arguments)
         self._limit = self._llm.model_config.max_model_len
 
     def check_input(self, token_ids: Sequence[int]) -> str | None:

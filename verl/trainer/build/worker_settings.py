@@ -273,7 +273,7 @@ def reward_model_settings(config: Config, device: str, index: int) -> RewardMode
         trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
         memory_fraction=model.rollout.gpu_memory_utilization,
         tensor_parallel_size=model.rollout.tensor_model_parallel_size,
-        batch_invariant=config.trainer.deterministic and device != "cpu",
+        deterministic=config.trainer.deterministic,
         cpu_cores=assign_cores(-1 - index, model.rollout.tensor_model_parallel_size) if device == "cpu" else "",
         external_modules=config.actor_rollout_ref.model.external_modules,
     )
