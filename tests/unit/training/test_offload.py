@@ -76,7 +76,7 @@ def test_tensors_of_one_storage_are_offloaded_once():
     assert whole.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_without_max_hours_or_signals_nothing_stops_the_run():
+def test_an_inactive_offloader_leaves_tensors_where_they_are():
     weight = torch.ones(4)
     offloader = Offloader(lambda: [weight], active=False)
     offloader.offload()
