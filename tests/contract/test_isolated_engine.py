@@ -95,7 +95,16 @@ async def test_an_engine_that_cannot_be_created_says_why(python: str) -> None:
     made = IsolatedEngine(missing, RolloutEngineSettings("model"), python)
     with pytest.raises(EngineError, match="No module named 'no_such_module'"):
         await made.start()
+    assert made._process is not None
+    assert made._process.returncode is not None, "its process has ended"
     await made.close()
+
+
+async def test_an_engine_whose_process_ends_while_it_starts_is_no_reason_to_restart_the_run(python: str) -> None:
+    dying = RolloutEngineSpec(name="dying", title="Dying", engine="sys:exit")
+    with pytest.raises(EngineError, match=r"Dying cannot start: .* has ended with code 1") as raised:
+        await IsolatedEngine(dying, RolloutEngineSettings("model"), python).start()
+    assert not isinstance(raised.value, ProcessLostError)
 
 
 async def test_the_process_ends_with_its_parent(path: str, python: str) -> None:

@@ -46,6 +46,15 @@ class IsolatedEngine:
         return partial(self._call, method)
 
     async def start(self) -> None:
+        try:
+            await self._start()
+        except BaseException as error:
+            await self.close()  # nobody else ends the process of an engine that has not started
+            if isinstance(error, ProcessLostError):  # not a loss, after which the run would start again
+                raise EngineError(f"{self._spec.title} cannot start: {error}") from error
+            raise
+
+    async def _start(self) -> None:
         if problem := await asyncio.to_thread(find_interpreter_problem, self._python, self._spec):
             raise EngineError(f"actor_rollout_ref.rollout.python: {problem}")
         here, there = socket.socketpair()
