@@ -10,6 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from verl.demo.folder import RESPONSE_LENGTH, Assets
+
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -77,6 +79,19 @@ def render_report(
         for e in choose_sample(examples):
             lines.append(f"  {e.prompt:<20}  {_mark(e.before, e)}  {_mark(e.after, e)}  {e.answer}")
     return "\n".join(lines).rstrip("\n")
+
+
+def describe_next(assets: Assets, trained: Path, run: Path) -> str:
+    """Return the commands that look at the run, and try and score its model."""
+    return (
+        "to look at the run, in a browser and here:\n"
+        f"  verl report {run}\n"
+        f"  verl show {run} --worst 3\n"
+        f"the trained model is in {trained}, a Hugging Face model folder; to try and score it:\n"
+        f"  verl generate {assets.test} --output responses.parquet model.path={trained} "
+        f"rollout.temperature=0 data.max_response_length={RESPONSE_LENGTH} trainer.n_gpus_per_node=1\n"
+        "  verl eval responses.parquet"
+    )
 
 
 def choose_sample(examples: Sequence[Example], count: int = 6) -> list[Example]:

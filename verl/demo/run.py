@@ -12,7 +12,7 @@ from verl.config.features import syncs_adapter_only
 from verl.config.load import LoadedConfig, load
 from verl.config.schema import Config
 from verl.demo.folder import RESPONSE_LENGTH, Assets
-from verl.demo.report import Example, read_metrics, render_report
+from verl.demo.report import Example, describe_next, read_metrics, render_report
 from verl.tracking.console import Console
 
 
@@ -72,12 +72,7 @@ async def run_demo(folder: Path, loaded: LoadedConfig, console: Console) -> None
     with console.stage("generating responses of both models", is_logged=False):
         examples = _generate_examples(assets, folder / "trained")
     console.banner(render_report(read_metrics(config.trainer.checkpoint_dir), examples), title="results")
-    console.note(
-        f"the trained model is in {folder / 'trained'}, a Hugging Face model folder; to try and score it:\n"
-        f"  verl generate {assets.test} --output responses.parquet model.path={folder / 'trained'} "
-        f"rollout.temperature=0 data.max_response_length={RESPONSE_LENGTH} trainer.n_gpus_per_node=1\n"
-        "  verl eval responses.parquet"
-    )
+    console.note(describe_next(assets, folder / "trained", config.trainer.checkpoint_dir))
 
 
 def _create_assets(folder: Path) -> Assets:

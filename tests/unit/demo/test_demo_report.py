@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.commands.arguments import COMMANDS
 from verl.commands.demo import read_arguments
-from verl.demo.report import Example, choose_sample, render_curve, render_report
+from verl.demo.folder import Assets
+from verl.demo.report import Example, choose_sample, describe_next, render_curve, render_report
 
 pytestmark = pytest.mark.unit
 
@@ -59,3 +62,16 @@ def test_options_of_the_demo_and_settings_of_the_run_are_separated() -> None:
     assert loaded.config.trainer.total_training_steps == 7
     assert loaded.config.data.train_batch_size == 32
     assert loaded.config.trainer.checkpoint_dir == Path("here/run")
+
+
+def test_the_demo_names_the_commands_that_look_at_its_run_and_use_its_model() -> None:
+    text = describe_next(Assets(Path("demo")), Path("demo/trained"), Path("demo/run"))
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("  ")]
+    assert [command[:3] for command in commands] == [
+        ["verl", "report", "demo/run"],
+        ["verl", "show", "demo/run"],
+        ["verl", "generate", "demo/test.parquet"],
+        ["verl", "eval", "responses.parquet"],
+    ]
+    assert {command[1] for command in commands} <= COMMANDS.keys()
+    assert "model.path=demo/trained" in commands[2]
