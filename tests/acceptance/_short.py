@@ -37,6 +37,7 @@ ROTATION = (
         "async_simulation",
         "replay",
         "resume",
+        "cluster",
     ),
     (
         "lora",
@@ -64,6 +65,7 @@ ROTATION = (
         "elastic",
         "audit",
         "sglang",
+        "first_minutes",
     ),
     (
         "distillation",

@@ -21,12 +21,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from _common import ROOT, finish, left_behind, metrics_of, sized_for_addition, skip
+from _common import ROOT, finish, left_behind, sized_for_addition, skip
+from _compared_runs import compare_steps, compare_tensors, read_steps
 
-from verl.checkpoint.shards import read_tensors
 from verl.cluster.actors import free_port
 from verl.demo.assets import make_assets
 
@@ -41,7 +39,6 @@ SHORT_EVENTS = (PREEMPTION, SCANCEL)
 EVENTS = (PREEMPTION, PREEMPTION, SCANCEL, PREEMPTION, SCANCEL, PREEMPTION, PREEMPTION)
 STEPS_OF_A_START = 10  # more than run until an event has reached the run, on average
 MARK = f"VERL_SHOW_{secrets.token_hex(8)}"
-IGNORED = ("time", "timing_s/", "perf/", "faults/")
 
 
 def main() -> None:
@@ -191,29 +188,14 @@ class Run:
         return int(file.read_text()) if file.exists() else 0
 
     def _last_step(self) -> int:
-        return max((line["step"] for line in self._metrics()), default=0)
-
-    def _metrics(self) -> list[dict[str, Any]]:
-        if not (self.folder / "metrics.jsonl").exists():
-            return []
-        lines = [line for line in metrics_of(self.folder) if "reward/mean" in line]
-        return [{name: value for name, value in line.items() if not name.startswith(IGNORED)} for line in lines]
+        return max((line["step"] for line in read_steps(self.folder)), default=0)
 
     def compare(self, other: Run) -> list[str]:
         """Return what differs from another run that has finished: repeated or missing steps, metrics, and tensors."""
         if not self.has_finished:
             return ["the run has not finished"]
-        mine, others = self._metrics(), other._metrics()
-        if [line["step"] for line in mine] != [line["step"] for line in others]:
-            return [f"the steps: {[line['step'] for line in mine]}"]
-        differences = [f"metrics of step {a['step']}" for a, b in zip(mine, others, strict=True) if a != b]
-        tensors, expected = self._tensors(), other._tensors()
-        if tensors.keys() != expected.keys():
-            return [*differences, "the names of tensors"]
-        return differences + [name for name in tensors if not torch.equal(tensors[name], expected[name])]
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return dict(read_tensors(self.folder / f"global_step_{self._steps}" / "actor"))
+        folders = (self.folder, other.folder)
+        return [*compare_steps(*folders), *compare_tensors(*folders, self._steps)]
 
 
 if __name__ == "__main__":
