@@ -132,6 +132,7 @@ class Node:
         until = time.monotonic() + _WAIT_S
         while self.list_processes() and time.monotonic() < until:
             time.sleep(0.05)
+        _call(f"ip link delete {self._link} 2>/dev/null || true")  # the kernel does so, too, but later
 
     def cut_off(self) -> None:
         """Unplug the node from the network; its processes continue."""
@@ -146,26 +147,26 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A TCP socket that waits for connections, and the process that has it."""
+    """A TCP socket that waits for connections, and the command of the process that has it."""
 
     address: str
     port: int
-    program: str
+    command: str
 
 
 def list_listeners(processes: Iterable[psutil.Process]) -> list[Listener]:
     """Return all listening sockets of processes, which may be on any node."""
     return [
-        Listener(*_decode(socket.local), program)
-        for program, socket in _list_sockets(processes)
+        Listener(*_decode(socket.local), command)
+        for command, socket in _list_sockets(processes)
         if socket.state == _LISTEN
     ]
 
 
-def list_connections(processes: Iterable[psutil.Process]) -> list[tuple[str, str]]:
-    """Return the own and the other address of all connections of processes, which may be on any node."""
+def list_connections(processes: Iterable[psutil.Process]) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+    """Return address and port of the own and of the other end of all connections of processes on any node."""
     return [
-        (_decode(socket.local)[0], _decode(socket.remote)[0])
+        (_decode(socket.local), _decode(socket.remote))
         for _, socket in _list_sockets(processes)
         if socket.state == _CONNECTED
     ]
@@ -200,14 +201,14 @@ class _Socket:
 
 
 def _list_sockets(processes: Iterable[psutil.Process]) -> Iterator[tuple[str, _Socket]]:
-    """Yield the TCP sockets of processes, with the program of each."""
+    """Yield the TCP sockets of processes, with the command of each."""
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
             held = set(_list_inodes(process.pid))
-            program = (process.cmdline() or [""])[0].partition(" ")[0]
+            command = " ".join(process.cmdline())
             for socket in _read_sockets(process.pid):
                 if socket.inode in held:
-                    yield program, socket
+                    yield command, socket
 
 
 def _list_inodes(pid: int) -> Iterator[str]:

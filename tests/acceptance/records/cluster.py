@@ -43,6 +43,7 @@ from verl.child_process import end_with_parent
 from verl.demo.assets import make_assets
 
 from network_nodes import (  # isort: skip - _common sets the path
+    Listener,
     Node,
     enclose,
     find_obstacle,
@@ -55,6 +56,8 @@ from network_nodes import (  # isort: skip - _common sets the path
 )
 
 BATCH, PORT = 8, 6379
+WORKER_PORTS = range(10_002, 20_000)
+"""The ports that Ray gives to its workers, by default; other sockets have ports above them."""
 MARK = "VERL_SHOW_CLUSTER"
 PATIENCE_S = 600.0
 RESTARTING = "restarting all processes"
@@ -108,7 +111,7 @@ def run_enclosed(command: list[str], mark: str) -> list[str]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 descendants = psutil.Process(process.pid).children(recursive=True)
                 outside = list_listeners(select_network(descendants, get_network("self")))
-                found |= {f"{each.address}:{each.port} {each.program}" for each in outside}
+                found |= {f"{each.address}:{each.port} {each.command[:80]}" for each in outside}
             time.sleep(5)
     finally:
         process.kill()  # and with it everything in the namespaces
@@ -351,29 +354,41 @@ def compare(run: Run, undisturbed: Run) -> list[str]:
 
 
 def check_addresses(run: Run) -> dict[str, Any]:
-    """Return where the processes of a run listen, and which connections its train ranks have with each other."""
+    """Return where the processes of a run listen, and which connections its train ranks have with each other.
+
+    Ray's own processes, and the server that it has in each worker, listen on all addresses of a node, and require a
+    token. Everything else has to listen at the address of the node, or on loopback where no other node needs it.
+    """
     run.wait_for_step(1)
-    faults, listeners, ranks = [], 0, {}
+    faults, listeners, open_to_all, ranks = [], 0, 0, {}
     for node in (run.cluster.head, run.cluster.second):
         processes = node.list_processes()
         ranks[node.address] = [process for process in processes if "ray::TrainWorker" in " ".join(process.cmdline())]
+        if len(ranks[node.address]) != 1:
+            faults.append(f"{node.name}: {len(ranks[node.address])} train ranks")
         found = list_listeners(processes)
         listeners += len(found)
         for each in found:
-            print(f"{node.name}: {each.address}:{each.port} {each.program}", flush=True)
-        if len(ranks[node.address]) != 1:
-            faults.append(f"{node.name}: {len(ranks[node.address])} train ranks")
-        wrong = [each for each in list_listeners(ranks[node.address]) if each.address != node.address]
-        faults += [f"{node.name}: a train rank listens at {each.address}:{each.port}" for each in wrong]
-        open_to_all = [
-            each for each in found if not (each.address == node.address or ip_address(each.address).is_loopback)
-        ]
-        faults += [f"{node.name}: {each.program} listens at {each.address}:{each.port}" for each in open_to_all]
+            print(f"{node.name}: {each.address}:{each.port} {each.command[:80]}", flush=True)
+            is_loopback, is_rank = ip_address(each.address).is_loopback, "ray::TrainWorker" in each.command
+            if is_of_ray(each):
+                open_to_all += each.address != node.address and not is_loopback
+            elif each.address != node.address and (is_rank or not is_loopback):
+                faults.append(f"{node.name}: {each.command[:80]} listens at {each.address}:{each.port}")
     first, second = ranks
-    between = [each for each in list_connections(ranks[first]) if each == (first, second)]
-    if not between:
+    connections = 0
+    for (own, own_port), (other, other_port) in list_connections(ranks[first]):
+        connections += (own, other) == (first, second) and not {own_port, other_port} & {*WORKER_PORTS}
+    if not connections:
         faults.append("the train ranks are not connected over the network")
-    return {"listeners": listeners, "connections": len(between), "faults": faults}
+    figures = {"listeners": listeners, "of_ray_on_all_addresses": open_to_all}
+    return {"listeners": figures, "connections": connections, "faults": faults}
+
+
+def is_of_ray(listener: Listener) -> bool:
+    """Whether Ray has made a socket: in a process of its own, or as the server of a worker."""
+    own = re.search(r"site-packages/ray/|^ray::(DashboardAgent|RuntimeEnvAgent)", listener.command)
+    return own is not None or listener.port in WORKER_PORTS
 
 
 GROUP = """
