@@ -151,15 +151,17 @@ class Cluster:
 
         Ray waits for its own processes for 30 s at most: on a busy machine it is started again.
         """
-        for is_last in (False, False, True):
+        until = time.monotonic() + PATIENCE_S
+        while True:
             if any(process.name() in ("gcs_server", "raylet") for process in node.list_processes()):
                 self._run(node, "stop", "--force")
             done = self._run(node, "start", "--num-cpus=1", *arguments)
             if done.returncode == 0:
                 return
-            print(done.stdout, flush=True)
-            if is_last:
-                raise RuntimeError(f"Ray did not start on {node.name}: {done.stdout[-500:]}")
+            problem = done.stdout.strip().splitlines()[-1]
+            print(f"Ray did not start on {node.name}: {problem}", flush=True)
+            if time.monotonic() > until:
+                raise RuntimeError(f"Ray did not start on {node.name}: {problem}")
 
     def _run(self, node: Node, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = node.enter([str(Path(sys.executable).with_name("ray")), *arguments])
