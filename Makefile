@@ -6,7 +6,7 @@ BY_FILE = -n 2 --dist loadfile # tests of one file share an engine; while one st
 ROTATION ?= due # what CI runs at this commit (tests/rotation.py); all: every test
 SHOWS = $(basename $(notdir $(wildcard tests/acceptance/*/[a-z]*.py)))
 
-.PHONY: help setup pins fmt check style unit test e2e bench docs site show-short gpu-smoke
+.PHONY: help setup pins fmt check style unit test e2e bench docs site show-short
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
 	@echo "show-NAME     acceptance tests, each ends with one JSON line: $(SHOWS)"
@@ -45,9 +45,6 @@ e2e: ## real Ray, FSDP2 and vLLM with a tiny model, as CI at this commit (ROTATI
 
 bench: ## print figures, assert nothing
 	$(PYTEST) -m bench
-
-gpu-smoke: ## on 1, 2 and 8 GPUs: start, sync, probe, train, save, resume; never run yet (ARGS=--short: on the CPU)
-	$(PYTHON) tests/gpu/smoke.py $(ARGS)
 
 docs: ## regenerate the settings reference, the rules of the diagnosis, the files of a step, and the dashboard
 	PYTHONPATH=. $(PYTHON) tests/settings_pages.py > docs/settings.md

@@ -41,7 +41,7 @@ def test_an_unknown_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]
     assert main(["trian"]) == 2
     known = (
         "Commands: train, sft, demo, data, generate, eval, merge, config, watch, show, report, runs, compare, explain, "
-        "audit, replay, scale, doctor, reward-test, plan, migrate, env, completion."
+        "audit, replay, scale, doctor, gpu-check, reward-test, plan, migrate, env, completion."
     )
     assert capsys.readouterr().err == f"verl: unknown command 'trian'. Did you mean 'train'? {known}\n"
     assert main(["xyz"]) == 2

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from verl import cli, errors
-from verl.commands import data, demo, doctor, migrate, plan, reward_test
+from verl.commands import data, demo, doctor, gpu_check, migrate, plan, reward_test
 from verl.commands.models import evaluate, generate
 from verl.config import rollout_engines, train_engines
 from verl.config.load import load, load_sft
@@ -76,6 +76,8 @@ def check_verl(arguments: list[str]) -> None:
         load(settings, complete=bool(settings))
     elif name == "doctor" and rest:
         load(doctor.read_arguments(rest)[1], complete=False)
+    elif name == "gpu-check" and rest:
+        gpu_check.read_arguments(rest)
     elif name == "reward-test" and rest:
         reward_test.read_arguments(rest)
     elif name == "sft":

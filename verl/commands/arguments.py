@@ -26,6 +26,7 @@ COMMANDS = {
     "replay": "run a recorded step again in one process: same loss, same gradient norm",
     "scale": "change the number of rollout engines of a run while it goes on",
     "doctor": "check this machine or, with settings, a run before it starts",
+    "gpu-check": "check GPUs, drivers and packages by what runs do with them; also on the CPU",
     "reward-test": "try the reward on rows of the data and on hostile responses",
     "plan": "estimate memory and time of a run, and propose settings with which it fits",
     "migrate": "turn a launch script or YAML of another setup into a command of verl",
@@ -40,6 +41,7 @@ MODULES = {
     "eval": "models.evaluate",
     "merge": "models.merge",
     "reward-test": "reward_test",
+    "gpu-check": "gpu_check",
     **{name: f"runs.{name}" for name in _RUNS},
 }
 """Modules in `verl.commands` that are not named after their command."""
