@@ -65,7 +65,7 @@ ROTATION = (
         "elastic",
         "audit",
         "sglang",
-        "first_minutes",
+        "gpu_check",
     ),
     (
         "distillation",
@@ -79,6 +79,7 @@ ROTATION = (
         "async_learning",
         "mistakes",
         "overhead",
+        "cuda",
     ),
     (
         "trust",
@@ -92,6 +93,7 @@ ROTATION = (
         "deterministic",
         "live",
         "diagnosis",
+        "first_minutes",
     ),
     (
         "dapo",

@@ -17,7 +17,7 @@ from verl.memory_plan.step_time import Cluster, estimate_seconds
 from verl.trainer.api import GRPOTrainer, TrainingConfig
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-PROMPTS, GROUP, PROMPT, RESPONSE = 32, 8, 16, 16
+PROMPTS, GROUP, PROMPT, RESPONSE = 16, 8, 16, 8
 LEARNING_RATES = {"tiny": 3e-3, "given": 1e-5}
 RESUMED = 2  # steps after the resume
 RISE = 0.05
@@ -104,19 +104,23 @@ def _check_learning(
     check_steps(metrics, context.steps, checks)
     if device := _find_device(context):
         checks.figures |= estimate(device, context.get_model(), devices or context.gpus, settings)
-    rewards = [line["reward/mean"] for line in metrics if "reward/mean" in line]
+    rewards = _read_rewards(metrics)
     quarter = max(1, len(rewards) // 4)
     first, last = sum(rewards[:quarter]) / quarter, sum(rewards[-quarter:]) / quarter
     checks.figures |= {"reward": [first, last]}
     checks.require(last > first + RISE, f"the reward does not rise: {first:.3f} at first, {last:.3f} at last")
     metrics = _train(context, folder, context.steps + RESUMED, settings | {"trainer.resume_mode": "auto"}, devices)
     check_steps(metrics, context.steps + RESUMED, checks)
-    resumed = metrics[-1]["reward/mean"]
+    resumed = _read_rewards(metrics)[-1]
     checks.figures |= {"after resume": resumed}
     checks.require(
         resumed > (first + last) / 2,
         f"the run resumed another model: reward {resumed:.3f} after {last:.3f}",
     )
+
+
+def _read_rewards(metrics: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [line["reward/mean"] for line in metrics if "reward/mean" in line]
 
 
 def _check_few_steps(context: Context, checks: Checks, settings: Mapping[str, Any], devices: int | None = None) -> None:
@@ -196,7 +200,8 @@ def check_steps(metrics: Sequence[Mapping[str, Any]], count: int, checks: Checks
         for name in ("actor/grad_norm", "weights/probe_gap", "weights/version", "reward/mean"):
             checks.require(name in line, f"step {step}: no {name}")
         norm, gap, tolerance = line["actor/grad_norm"], line["weights/probe_gap"], line["weights/probe_tolerance"]
-        checks.require(norm > 0, f"step {step}: no gradient: actor/grad_norm is {norm}")
+        has_signal = line.get("reward/groups_without_signal", 0) < 1  # a model that has learned may get equal rewards
+        checks.require(norm > 0 if has_signal else norm == 0, f"step {step}: no gradient: actor/grad_norm is {norm}")
         checks.require(gap <= tolerance, f"step {step}: the probe found {gap:.3g}, more than {tolerance:.3g}")
         version = line["weights/version"]
         checks.require(version == step, f"step {step}: the engines hold version {version:.0f} of the weights")

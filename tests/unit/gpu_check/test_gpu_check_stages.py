@@ -155,7 +155,8 @@ def line(step: int, **changes: float) -> dict[str, Any]:
 
 def test_complete_steps_pass() -> None:
     checks = Checks()
-    runs.check_steps([line(1), {"step": 1, "timing_s/save": 1.0}, line(2)], 2, checks)
+    learned = line(2, **{"actor/grad_norm": 0.0, "reward/groups_without_signal": 1.0})
+    runs.check_steps([{"step": 0}, line(1), {"step": 1, "timing_s/save": 1.0}, learned], 2, checks)
     assert checks.count == 15
 
 

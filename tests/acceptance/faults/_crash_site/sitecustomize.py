@@ -1,4 +1,7 @@
-"""Makes a method fail, in whatever process it runs. Python imports this module at its start from PYTHONPATH.
+"""Makes a method fail or replaces it, in whatever process it runs. Python imports this module from PYTHONPATH.
+
+VERL_SHOW_REPLACE is `MODULE:CLASS.METHOD MODULE:FUNCTION`: the method becomes what the function, of a module that is
+found then, returns for it.
 
 VERL_SHOW_CRASH is `MODULE:CLASS.METHOD CALL RANK HOW`, e.g. `verl.data.plan:Planner.plan 2 0 KeyError`: the second call
 on rank 0 fails. HOW is the name of an exception, of a signal, or `exit`.
@@ -15,17 +18,18 @@ import signal
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
+from pkgutil import resolve_name
 
 PLANTED = "planted by the test"
 
 
-class CrashFinder(MetaPathFinder):
-    """Wraps a method of a class as soon as its module has been imported."""
+class ReplacingFinder(MetaPathFinder):
+    """Replaces a method of a class as soon as its module has been imported."""
 
-    def __init__(self, place: str, call: str, rank: str, how: str) -> None:
+    def __init__(self, place: str, replacement: str) -> None:
         self._module, _, path = place.partition(":")
         self._owner, _, self._method = path.rpartition(".")
-        self._call, self._rank, self._how = int(call), int(rank), how
+        self._replacement = replacement
 
     def find_spec(self, name, path=None, target=None):
         if name != self._module:
@@ -41,6 +45,17 @@ class CrashFinder(MetaPathFinder):
 
         spec.loader.exec_module = exec_module
         return spec
+
+    def _wrap(self, method):
+        return resolve_name(self._replacement)(method)
+
+
+class CrashFinder(ReplacingFinder):
+    """Makes a method fail."""
+
+    def __init__(self, place: str, call: str, rank: str, how: str) -> None:
+        super().__init__(place, "")
+        self._call, self._rank, self._how = int(call), int(rank), how
 
     def _wrap(self, method):
         calls = itertools.count(1)
@@ -80,3 +95,5 @@ def crash(how: str) -> None:
 
 if plan := os.environ.get("VERL_SHOW_CRASH"):
     sys.meta_path.insert(0, CrashFinder(*plan.split()))
+if plan := os.environ.get("VERL_SHOW_REPLACE"):
+    sys.meta_path.insert(0, ReplacingFinder(*plan.split()))
