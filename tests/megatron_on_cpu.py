@@ -3,12 +3,29 @@
 A run uses it with `actor_rollout_ref.model.external_lib=tests.megatron_on_cpu`.
 """
 
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 
 from tests.cuda_stand_in import megatron_on_cpu
 from verl.config import train_engines
+from verl.training.engine import TrainEngine
+from verl.training.megatron.settings import MegatronSettings
 
 _spec = train_engines.get_train_engine("megatron")
-train_engines._ENGINES["megatron"] = replace(_spec, needs_accelerators=False)
-STAND_IN = megatron_on_cpu()
-STAND_IN.__enter__()  # for the life of the process
+train_engines._ENGINES["megatron"] = replace(_spec, engine=f"{__name__}:build_engine", needs_accelerators=False)
+
+
+def build_engine(settings: MegatronSettings) -> TrainEngine:
+    """Build an engine; from then on this process has the stand-in for CUDA. Processes without an engine do not."""
+    _stand_in()
+    from verl.training.megatron.engine import MegatronEngine
+
+    return MegatronEngine(settings)
+
+
+@cache
+def _stand_in() -> ExitStack:
+    stack = ExitStack()  # kept for the life of the process
+    stack.enter_context(megatron_on_cpu())
+    return stack

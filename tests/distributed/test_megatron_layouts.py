@@ -39,12 +39,11 @@ def fsdp(root, case):
 def megatron(root, case, layout):
     from megatron.core import parallel_state
 
-    import tests.megatron_on_cpu  # noqa: F401 - in processes of their own
-    from verl.training.megatron.engine import MegatronEngine
+    from tests.megatron_on_cpu import build_engine  # in processes of their own
     from verl.training.megatron.settings import MegatronSettings
 
     parallel_state.destroy_model_parallel()  # of the layout before
-    return MegatronEngine(MegatronSettings(str(root / case), **OPTIONS, **CASES[case][layout]))
+    return build_engine(MegatronSettings(str(root / case), **OPTIONS, **CASES[case][layout]))
 
 
 def batches(case):

@@ -11,6 +11,7 @@ from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
 from verl.config.load import load
 from verl.config.paths import change_settings
 from verl.config.schema import MISSING, Config
+from verl.config.train_engines import get_train_engine
 from verl.errors import ConfigError, VerlError
 from verl.memory_plan.accelerators import DEVICES, GIB, Device
 from verl.memory_plan.device_memory import USABLE, MemoryPlan
@@ -101,11 +102,10 @@ def _verdict(config: Config, problems: Mapping[str, str], changes: Sequence[Sett
         return ["Every phase fits."]
     lines = ["It does not fit:", *(f"  {phase}: {problem}" for phase, problem in problems.items()), ""]
     if not changes:
-        return [
-            *lines,
-            "No settings make it fit: use more accelerators (--nodes), shorter sequences, or an adapter",
-            "(actor_rollout_ref.actor.peft.lora_rank).",
-        ]
+        lines.append("No settings make it fit: use more accelerators (--nodes) or shorter sequences.")
+        if "adapters" in get_train_engine(config.actor_rollout_ref.actor.strategy).capabilities:
+            lines.append("An adapter also needs less memory (actor_rollout_ref.actor.peft.lora_rank).")
+        return lines
     rows = [
         f"  {' '.join(format_changes([change]))}  (now {describe_current(config, change)}; {change.cost})"
         for change in changes

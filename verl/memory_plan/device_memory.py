@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 from verl.memory_plan.accelerators import GIB
+from verl.memory_plan.megatron_memory import MegatronMemory
 from verl.memory_plan.model_memory import ModelMemory, Usage
 from verl.models.model_shape import ModelShape
 
@@ -15,6 +16,9 @@ ASLEEP = 1 * GIB  # driver and graphs of a sleeping engine
 USABLE = 0.95  # share of a device; the rest is lost to fragmentation
 ENGINE_ACTIVATIONS = 2 * GIB  # in vLLM's largest pass
 ENGINE_BYTES = 2  # per weight, and per number in the KV cache
+
+TrainMemory = ModelMemory | MegatronMemory
+"""The memory of a model, by its training engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class MemoryPlan:
     `reserved_share` is the fraction of the device that another process uses, such as a reward model.
     """
 
-    models: Mapping[str, ModelMemory]
+    models: Mapping[str, TrainMemory]
     engine: EngineMemory | None = None
     reserved_share: float = 0.0
 

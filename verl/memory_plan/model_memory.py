@@ -105,14 +105,15 @@ class ModelMemory:
         start = Usage(activations=hidden, buffers=2 * root + gathered)  # FSDP keeps the buffer of the collective before
         between = Usage(activations=hidden, buffers=root + 3 * gathered // 2 + self._left_gathered)
         layer = Usage(
-            activations=size.tokens * self._forward_token_bytes, buffers=root + gathered + self._left_gathered
+            activations=size.tokens * self.shape.forward_token_bytes(self._compute),
+            buffers=root + gathered + self._left_gathered,
         )
         head = Usage(
             activations=b * shape.width * (2 * size.tokens + size.trained),
             logits=2 * self._chunk_bytes(size),
             buffers=root + self._left_gathered,
         )
-        return self._in_use() + _highest(start, between, layer, head)
+        return self._in_use() + highest(start, between, layer, head)
 
     def in_update(self) -> Usage:
         """Return the usage of an update: in the backward pass of head, layers or embeddings, or in the step.
@@ -123,7 +124,7 @@ class ModelMemory:
         trained = self._trained_parameters
         earlier = trained if self.micro_batches > 1 else 0
         held = self._in_use(gradients=earlier)
-        return _highest(
+        return highest(
             held + self._head_backward(self.update),
             held + self._layer_backward(self.update),
             self._in_use(gradients=earlier or max(0, trained - self.shape.root_parameters)) + self._root_backward(),
@@ -154,7 +155,7 @@ class ModelMemory:
         b, shape = self._compute, self.shape
         _, inputs = self._kept_activations(size)
         return Usage(
-            activations=inputs + size.tokens * self._backward_token_bytes,
+            activations=inputs + size.tokens * self.shape.backward_token_bytes(self._compute),
             buffers=b * (shape.root_parameters + 2 * self._gathered_layer + self._whole_layer)
             + self._head_gradient
             + self._reduced_layer
@@ -179,16 +180,21 @@ class ModelMemory:
         settings, shape = self.settings, self.shape
         offloads = settings.param_offload or settings.optimizer_offload
         largest = shape.vocabulary * shape.width // self.ranks if offloads and not settings.offload_policy else 0
-        return self.at_rest() + Usage(buffers=_itemsize(settings.param_dtype) * largest)
+        return self.at_rest() + Usage(buffers=itemsize(settings.param_dtype) * largest)
 
     @property
     def _compute(self) -> int:
-        return _itemsize(self.settings.compute_dtype)
+        return itemsize(self.settings.compute_dtype)
+
+    def exchanged_bytes(self, *, trains: bool) -> int:
+        """Return the bytes that a micro-batch sends over the network: gathered weights, and gradients."""
+        gathers = 2 if trains and self.settings.reshard_after_forward else 1
+        return gathers * self._compute * self.shape.parameters + (4 * self.shape.parameters if trains else 0)
 
     @property
-    def sharded_bytes(self) -> int:
-        """The bytes of all weights in the type in which they are gathered."""
-        return self._compute * self.shape.parameters
+    def waiting(self) -> float:
+        """How much longer an update takes because ranks wait for each other."""
+        return 1.0
 
     @property
     def saved_bytes(self) -> int:
@@ -197,7 +203,7 @@ class ModelMemory:
 
     @property
     def _weights(self) -> int:
-        return _itemsize(self.settings.param_dtype) * self.shape.count_largest_shard(self.ranks)
+        return itemsize(self.settings.param_dtype) * self.shape.count_largest_shard(self.ranks)
 
     def _shard(self, trained: float) -> int:
         """Return the part of the trained parameters that is on the rank with the most of them."""
@@ -222,7 +228,7 @@ class ModelMemory:
     @property
     def _moments(self) -> int:
         """AdamW has two numbers per parameter; Muon one for the matrices of layers."""
-        size = 4 if self.settings.stochastic_rounding else _itemsize(self.settings.param_dtype)
+        size = 4 if self.settings.stochastic_rounding else itemsize(self.settings.param_dtype)
         trained, shape = self._trained_parameters, self.shape
         total = {
             "adamw": 2 * size * trained,
@@ -238,7 +244,7 @@ class ModelMemory:
             return Usage()
         return Usage(
             weights=self._weights,
-            gradients=_itemsize(settings.param_dtype) * self._shard(gradients),
+            gradients=itemsize(settings.param_dtype) * self._shard(gradients),
             moments=self._moments if with_moments or not settings.optimizer_offload else 0,
         )
 
@@ -286,40 +292,15 @@ class ModelMemory:
         if self.settings.gradient_checkpointing:
             inputs = self._compute * size.tokens * shape.width * shape.layers
             return inputs, inputs
-        saved = size.tokens * self._saved_token_bytes
+        saved = size.tokens * self.shape.saved_token_bytes(self._compute)
         return saved * shape.layers, saved * (shape.layers - 1)
 
-    @property
-    def _rows(self) -> int:
-        """Rows of the MLPs per token."""
-        return self.shape.experts_per_token if self.shape.experts else 1
 
-    @property
-    def _forward_token_bytes(self) -> int:
-        """Bytes per token in the middle of a layer without gradients: in its MLP."""
-        b, shape = self._compute, self.shape
-        routed = 2 * b * shape.width * self._rows if shape.experts else 0
-        return b * (3 * shape.mlp * self._rows + 4 * shape.width) + routed
-
-    @property
-    def _saved_token_bytes(self) -> int:
-        """Bytes per token that a layer saves for its backward pass, in norms, attention and MLP."""
-        b, shape = self._compute, self.shape
-        norms = 2 * (4 + 2 * b) * shape.width
-        attention = b * (2 * shape.attention_width + 2 * shape.kv_width) + 4 * shape.heads
-        mlp = 4 * b * shape.mlp * self._rows + (2 * b * shape.width * self._rows if shape.experts else 0)
-        return norms + attention + mlp
-
-    @property
-    def _backward_token_bytes(self) -> int:
-        """Bytes per token at the peak of a layer's backward pass: what it saved, and gradients in its MLP."""
-        b, shape = self._compute, self.shape
-        return self._saved_token_bytes + 2 * b * shape.mlp * self._rows
-
-
-def _highest(*usages: Usage) -> Usage:
+def highest(*usages: Usage) -> Usage:
+    """Return the usage with the largest total."""
     return max(usages, key=lambda usage: usage.total)
 
 
-def _itemsize(dtype: str) -> int:
+def itemsize(dtype: str) -> int:
+    """Return the bytes of a number."""
     return 4 if dtype == "float32" else 2

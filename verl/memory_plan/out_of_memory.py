@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from verl.config.features import uses_critic
-from verl.config.schema.actor import FsdpConfig
+from verl.config.schema.actor import ActorConfig
+from verl.config.schema.critic import CriticConfig
 from verl.config.schema.root import Config
+from verl.config.schema.sft import SftModelConfig
+from verl.config.train_engines import get_train_engine
+
+_OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 
 
 def rl_memory_advice(config: Config) -> str:
@@ -18,21 +23,26 @@ def rl_memory_advice(config: Config) -> str:
     name = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
     limits = {f"actor_rollout_ref.actor.{name}": getattr(actor, name)}
     switches = {"actor_rollout_ref.model.enable_gradient_checkpointing": model.enable_gradient_checkpointing}
-    switches |= list_offload_settings("actor_rollout_ref.actor.fsdp_config", actor.fsdp_config)
+    switches |= list_offload_settings("actor_rollout_ref.actor", actor)
     if uses_critic(config):
         critic = config.critic
         limits |= {f"critic.{name}": value} if (value := getattr(critic, name)) else {}
         switches["critic.model.enable_gradient_checkpointing"] = critic.model.enable_gradient_checkpointing
-        switches |= list_offload_settings("critic.fsdp_config", critic.fsdp_config)
+        switches |= list_offload_settings("critic", critic)
     if config.distillation.enable:
         switches["distillation.teacher.param_offload"] = config.distillation.teacher.param_offload
     limits["actor_rollout_ref.rollout.gpu_memory_utilization"] = rollout.gpu_memory_utilization
     return format_memory_advice(limits, switches)
 
 
-def list_offload_settings(section: str, fsdp: FsdpConfig) -> dict[str, bool]:
-    names = ("param_offload", "optimizer_offload")
-    return {f"{section}.{name}": fsdp.offload_policy or getattr(fsdp, name) for name in names}
+def list_offload_settings(key: str, model: ActorConfig | CriticConfig | SftModelConfig) -> dict[str, bool]:
+    """Return the offload settings of a model's training engine."""
+    section = get_train_engine(model.strategy).section
+    settings = getattr(model, section)
+    is_on = getattr(settings, "offload_policy", False)
+    return {
+        f"{key}.{section}.{name}": is_on or getattr(settings, name) for name in _OFFLOADS if hasattr(settings, name)
+    }
 
 
 def format_memory_advice(limits: Mapping[str, float], switches: Mapping[str, bool]) -> str:

@@ -20,12 +20,15 @@ from verl.config.schema.actor import RefConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
-from verl.memory_plan.device_memory import EngineMemory, MemoryPlan
+from verl.memory_plan.device_memory import EngineMemory, MemoryPlan, TrainMemory
+from verl.memory_plan.megatron_memory import MegatronMemory
 from verl.memory_plan.model_memory import ModelMemory, PassSize
 from verl.memory_plan.step_time import Workload
 from verl.models.model_folder import require_config
 from verl.models.model_shape import ModelShape
 from verl.training.fsdp.settings import FsdpSettings
+from verl.training.megatron.settings import MegatronSettings
+from verl.training.megatron.supported_models import find_problem
 from verl.training.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -59,16 +62,33 @@ def get_workload(config: Config) -> Workload:
     return Workload(data.train_batch_size * rollout.n, data.max_prompt_length, data.max_response_length, epochs)
 
 
-def _model(config: Config, settings: EngineSettings, update: PassSize, micro_batches: int | None) -> ModelMemory:
-    if not isinstance(settings, FsdpSettings):
-        raise ConfigError([f"actor_rollout_ref.actor.strategy: the memory of {settings.engine} cannot be estimated"])
+def _model(config: Config, settings: EngineSettings, update: PassSize, micro_batches: int | None) -> TrainMemory:
     content = require_config(settings.model_path)
     shape = ModelShape.from_config(content, settings.model_path, has_value_head=settings.head == "value")
-    ranks = count_train_ranks(config) if settings.fsdp_size < 1 else settings.fsdp_size
-    if micro_batches is None:
-        return ModelMemory(shape, settings, ranks, _forward_size(config, config.actor_rollout_ref.ref, update))
-    forward = _forward_size(config, config.actor_rollout_ref.rollout, update)
-    return ModelMemory(shape, settings, ranks, forward, update, micro_batches)
+    ranks = count_train_ranks(config)
+    sizes: tuple[PassSize, PassSize | None, int]
+    if micro_batches is None:  # a frozen model
+        sizes = (_forward_size(config, config.actor_rollout_ref.ref, update), None, 2)
+    else:
+        sizes = (_forward_size(config, config.actor_rollout_ref.rollout, update), update, micro_batches)
+    if isinstance(settings, MegatronSettings):
+        if problem := find_problem(content, settings, ranks) or _find_ranks_problem(settings, ranks):
+            raise ConfigError([problem])
+        return MegatronMemory(shape, settings, ranks, *sizes)
+    if not isinstance(settings, FsdpSettings):
+        raise ConfigError([f"actor_rollout_ref.actor.strategy: the memory of {settings.engine} cannot be estimated"])
+    return ModelMemory(shape, settings, ranks if settings.fsdp_size < 1 else settings.fsdp_size, *sizes)
+
+
+def _find_ranks_problem(settings: MegatronSettings, ranks: int) -> str:
+    """Return why ranks cannot be arranged in a layout; empty if they can."""
+    for name, size in (("tensor", settings.tensor_parallel_size), ("expert", settings.expert_parallel_size)):
+        if ranks % (size * settings.pipeline_parallel_size):
+            return (
+                f"megatron.{name}_model_parallel_size={size} x pipeline_model_parallel_size="
+                f"{settings.pipeline_parallel_size} does not divide {ranks} ranks"
+            )
+    return ""
 
 
 def _update_size(config: Config, sizes: BatchSizes) -> tuple[PassSize, int]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.memory_plan.accelerators import Device
-from verl.memory_plan.device_memory import ENGINE_BYTES, EngineMemory, MemoryPlan
-from verl.memory_plan.model_memory import ModelMemory
+from verl.memory_plan.device_memory import ENGINE_BYTES, EngineMemory, MemoryPlan, TrainMemory
 
 COMPUTE_EFFICIENCY = 0.4  # share of a device's operations per second, in training and prefill
 MEMORY_EFFICIENCY = 0.6  # share of a device's bandwidth, in decoding
@@ -78,8 +77,8 @@ def suggest_split(seconds: dict[str, float], ranks: int, multiple: int) -> tuple
     return rollout, ranks - rollout
 
 
-def _pass(model: ModelMemory, cluster: Cluster, load: Workload, *, trains: bool) -> float:
-    """Return the seconds of all micro-batches: computing, or gathering weights if that takes longer."""
+def _pass(model: TrainMemory, cluster: Cluster, load: Workload, *, trains: bool) -> float:
+    """Return the seconds of all micro-batches: computing, or communication if that takes longer."""
     shape, size = model.shape, model.update if trains and model.update is not None else model.forward
     context = (load.prompt + load.response) / 2  # a token attends to half of its sequence on average
     operations = shape.count_operations(context)
@@ -87,10 +86,9 @@ def _pass(model: ModelMemory, cluster: Cluster, load: Workload, *, trains: bool)
     factor = 1 + backward if trains else 1
     tokens = load.tokens / cluster.ranks
     computing = factor * operations * tokens / (COMPUTE_EFFICIENCY * cluster.device.flops)
-    gathered = model.sharded_bytes * ((2 if model.settings.reshard_after_forward else 1) if trains else 1)
-    reduced = 4 * shape.parameters if trains else 0
     passes = max(1.0, tokens / max(1, size.tokens))
-    return max(computing, passes * (gathered + reduced) / cluster.link)
+    waiting = model.waiting if trains else 1.0
+    return max(waiting * computing, passes * model.exchanged_bytes(trains=trains) / cluster.link)
 
 
 def _generation(engine: EngineMemory, cluster: Cluster, load: Workload) -> float:

@@ -122,5 +122,26 @@ class ModelShape:
         return self.layers * (self.layer_parameters - idle) + head
 
     @property
+    def rows(self) -> int:
+        """Rows of the MLPs per token."""
+        return self.experts_per_token if self.experts else 1
+
+    def forward_token_bytes(self, size: int) -> int:
+        """Return the bytes per token in the middle of a layer without gradients, in its MLP; `size` is a number's."""
+        routed = 2 * size * self.width * self.rows if self.experts else 0
+        return size * (3 * self.mlp * self.rows + 4 * self.width) + routed
+
+    def saved_token_bytes(self, size: int) -> int:
+        """Return the bytes per token that a layer saves for its backward pass, in norms, attention and MLP."""
+        norms = 2 * (4 + 2 * size) * self.width
+        attention = size * (2 * self.attention_width + 2 * self.kv_width) + 4 * self.heads
+        routed = 2 * size * self.width * self.rows if self.experts else 0
+        return norms + attention + 4 * size * self.mlp * self.rows + routed
+
+    def backward_token_bytes(self, size: int) -> int:
+        """Return the bytes per token at the peak of a backward pass of a layer: what it saved, gradients in its MLP."""
+        return self.saved_token_bytes(size) + 2 * size * self.mlp * self.rows
+
+    @property
     def _router(self) -> int:
         return self.experts * self.width

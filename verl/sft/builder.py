@@ -103,7 +103,7 @@ def _memory_advice(config: SftConfig) -> str:
     data, model = config.data, config.model
     name = "max_token_len_per_gpu" if data.packing else "micro_batch_size_per_gpu"
     switches = {"model.enable_gradient_checkpointing": model.enable_gradient_checkpointing}
-    switches |= list_offload_settings("model.fsdp_config", model.fsdp_config)
+    switches |= list_offload_settings("model", model)
     return format_memory_advice({f"data.{name}": getattr(data, name)}, switches)
 
 

@@ -41,9 +41,6 @@ def _check_ranks(model: TrainedModel, ranks: int) -> Iterator[Conflict]:
     if expert > 1:
         reason = f"{expert} is not supported yet: experts on several ranks have not been compared with FSDP2"
         yield Conflict(f"{section}.{SIZES[2]}", reason, f"=1, or {model.key}.strategy=fsdp2")
-    if model.key == "critic" and tensor * pipeline > 1:
-        reason = f"{tensor} x {pipeline} stages is not supported yet: critics have only been compared in data ranks"
-        yield Conflict(f"{section}.{SIZES[0]}", reason, "=1, also for the actor and for the stages")
     first_last = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
     for name in first_last:
         layers = getattr(layout.override_transformer_config, name)

@@ -287,12 +287,15 @@ class MegatronEngine(TrainEngine[Any]):
         return "" if math.isfinite(norm) else f"the weights are finite, but the norm of a gradient is {norm}"
 
     def state(self) -> dict[str, Any]:
-        """Return copies of the weights and moments in host memory, under the names and in the format of FSDP2."""
+        """Return copies of the weights and moments in host memory, under the names and in the format of FSDP2.
+
+        Offloaded moments pass the device one by one: engines that share it may be awake.
+        """
         state: dict[str, Any] = {
             "schedule": {"step": self.step},
             "rng": {str(self.rank): get_random_state(self.device)},
         }
-        with self._awake(), self._moments.on_device():
+        with self._awake():
             state["model"] = shards = self._cut(self._master_weights())
             shards |= {name: shards[first] for name, first in self.stage.tied.items() if first in shards}
             if self.optimizer is not None:
@@ -302,7 +305,7 @@ class MegatronEngine(TrainEngine[Any]):
     def _optimizer_state(self, optimizer: ShardedAdamW) -> dict[str, Any]:
         entries: dict[str, Any] = {}
         for key in MOMENTS:
-            moments = self._cut(optimizer.gather(self._module, key))
+            moments = self._cut(optimizer.gather(self._module, key, self._moments.copy_to_host))
             entries |= {f"state.{name}.{key}": shard for name, shard in moments.items()}
         options = _group_options() | optimizer_options(self.settings)
         for name in self.stage.boxes:
@@ -340,7 +343,7 @@ class MegatronEngine(TrainEngine[Any]):
     def _master_weights(self) -> dict[str, Tensor]:
         """Return the weights of this stage as the optimizer has them, in host memory."""
         if self.optimizer is not None:
-            return self.optimizer.gather(self._module, "param")
+            return self.optimizer.gather(self._module, "param", self._moments.copy_to_host)
         return {name: parameter.detach().float().cpu() for name, parameter in self._module.named_parameters()}
 
     def _cut(self, values: dict[str, Tensor]) -> dict[str, LocalShard]:

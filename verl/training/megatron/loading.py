@@ -22,7 +22,8 @@ from verl.training.fsdp.model_loader import open_model
 from verl.training.fsdp.sharded_loading import Sources, fill
 from verl.training.fsdp.sharding import parse_dtype
 from verl.training.megatron.settings import MegatronSettings
-from verl.training.megatron.transformer import PackedGPTModel, build_config, build_stage, check_family
+from verl.training.megatron.supported_models import find_problem
+from verl.training.megatron.transformer import PackedGPTModel, build_config, build_stage
 from verl.training.megatron.weight_map import Box, map_weights
 from verl.types import LocalShard
 from verl.weights.bucket import check_names
@@ -70,7 +71,8 @@ def load_stage(settings: MegatronSettings, device: torch.device) -> StageModel:
     disable_progress_bar()
     with making_model:
         hf, sources, note = open_model(settings)
-    check_family(hf.config, settings)
+    if problem := find_problem(hf.config.to_dict(), settings, dist.get_world_size()):
+        raise EngineError(problem)
     check_names(hf, path)
     tensors = hf.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in tensors.items()}

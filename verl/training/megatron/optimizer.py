@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -80,8 +80,11 @@ class ShardedAdamW:
         self.clear_gradients()
         return norm
 
-    def gather(self, module: nn.Module, key: str) -> dict[str, Tensor]:
-        """Return the float32 weights ("param") or a moment of all parameters of a stage, in host memory. Collective."""
+    def gather(self, module: nn.Module, key: str, read: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Return the float32 weights ("param") or a moment of all parameters of a stage, in host memory. Collective.
+
+        `read` returns the values of a tensor, which may be in host memory.
+        """
         gathered = {}
         for name, parameter in module.named_parameters():
             part, shards = self._find(parameter)
@@ -90,7 +93,7 @@ class ShardedAdamW:
                 own, start, stop = shards[parameter]
                 values = own if key == "param" else part.optimizer.state.get(own, {}).get(key)
                 if values is not None:
-                    whole[start:stop] = values.detach().view(-1)
+                    whole[start:stop] = read(values).view(-1)
             add_bytes(whole, part.data_parallel_group)
             gathered[name] = whole.view(parameter.shape).cpu()
         return gathered

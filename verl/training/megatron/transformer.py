@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -23,15 +22,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from verl.errors import EngineError
 from verl.training.fsdp.sharding import parse_dtype
 from verl.training.kernels.attention import attend_packed
 from verl.training.megatron.settings import MegatronSettings
-
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Values of `model_type` whose layers are known to be the same in Megatron-Core and in transformers."""
-ROPE_TYPES = ("default", "linear", "llama3")
-"""Kinds of rotary embeddings that are a fixed frequency per dimension."""
 
 
 @dataclass
@@ -104,57 +97,6 @@ class PackedGPTModel(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
-
-
-def check_family(config: PreTrainedConfig, settings: MegatronSettings) -> None:
-    """Raise for a model whose results would differ from those of transformers."""
-    where = f"model {settings.model_path} ({config.model_type})"
-    if config.model_type not in FAMILIES:
-        raise EngineError(
-            f"{where}: strategy=megatron supports {', '.join(FAMILIES)}; use actor_rollout_ref.actor.strategy=fsdp2"
-        )
-    types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    odd = {
-        "attention_bias": getattr(config, "attention_bias", False),
-        "mlp_bias": getattr(config, "mlp_bias", False),
-        "hidden_act": config.hidden_act != "silu",
-        "layer_types": bool(types) or bool(getattr(config, "use_sliding_window", False)),
-        "mlp_only_layers": getattr(config, "mlp_only_layers", None),
-        "decoder_sparse_step": getattr(config, "decoder_sparse_step", 1) != 1,
-        "rope_parameters": config.rope_parameters.get("rope_type", "default") not in ROPE_TYPES
-        or config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0,
-        "quantization_config": getattr(config, "quantization_config", None),
-    }
-    if wrong := [name for name, is_odd in odd.items() if is_odd]:
-        values = ", ".join(f"{name}={getattr(config, name)}" for name in wrong)
-        raise EngineError(f"{where}: strategy=megatron does not support {values}; use strategy=fsdp2")
-    if getattr(config, "num_experts", None) and dist.get_world_size() > 1:
-        raise EngineError(
-            f"{where}: strategy=megatron does not support MoE models on several train ranks yet: they have not been "
-            "compared with FSDP2; use strategy=fsdp2, with fsdp_config.expert_parallel_size"
-        )
-    tensor, pipeline, expert = (
-        settings.tensor_parallel_size,
-        settings.pipeline_parallel_size,
-        settings.expert_parallel_size,
-    )
-    experts = getattr(config, "num_experts", None)
-    for name, size, count, what in (
-        ("tensor_model_parallel_size", tensor, config.num_key_value_heads, "num_key_value_heads"),
-        ("tensor_model_parallel_size", tensor, config.num_attention_heads, "num_attention_heads"),
-        ("tensor_model_parallel_size", tensor, config.intermediate_size, "intermediate_size"),
-        ("expert_model_parallel_size", expert, experts or 1, "num_experts"),
-    ):
-        if count % size:
-            raise EngineError(f"{where}: megatron.{name}={size} does not divide {what}={count}")
-    given = [each for each in (settings.first_stage_layers, settings.last_stage_layers) if each is not None]
-    layers, stages = config.num_hidden_layers - sum(given), pipeline - len(given)
-    if (given and pipeline == 1) or layers < 0 or (layers % stages if stages else layers):
-        raise EngineError(
-            f"{where}: {config.num_hidden_layers} layers cannot be split over {pipeline} pipeline stages; set "
-            "megatron.pipeline_model_parallel_size, or the layers of the first and last stage in "
-            "megatron.override_transformer_config.num_layers_in_{first,last}_pipeline_stage"
-        )
 
 
 def build_config(config: PreTrainedConfig, settings: MegatronSettings) -> TransformerConfig:

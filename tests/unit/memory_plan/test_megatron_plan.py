@@ -1,0 +1,124 @@
+"""Plans of runs that train with Megatron-Core: a layout with which they fit, or why there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from public_models import MODELS
+
+from verl.config.load import load
+from verl.config.paths import change_settings
+from verl.config.schema import Config
+from verl.errors import ConfigError
+from verl.memory_plan.accelerators import GIB
+from verl.memory_plan.megatron_memory import MegatronMemory
+from verl.memory_plan.model_memory import PassSize
+from verl.memory_plan.out_of_memory import rl_memory_advice
+from verl.memory_plan.run_plan import plan_memory
+from verl.memory_plan.suggestions import suggest_settings
+from verl.models.model_shape import ModelShape
+from verl.trainer.build.worker_settings import train_settings
+from verl.training.megatron.settings import MegatronSettings
+
+pytestmark = pytest.mark.unit
+
+MEMORY, A = 80 * GIB, "actor_rollout_ref.actor"
+SIZE = PassSize(8192, 4096)
+Load = Callable[..., Config]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Load:
+    def make(model: str, nodes: int, *settings: str) -> Config:
+        file = tmp_path / f"{model}.json"
+        file.write_text(json.dumps(MODELS[model]))
+        given = [f"actor_rollout_ref.model.path={file}", f"trainer.nnodes={nodes}", "trainer.n_gpus_per_node=8"]
+        return load([*given, f"{A}.strategy=megatron", *settings], complete=False)[0].config
+
+    return make
+
+
+@pytest.mark.parametrize(("model", "nodes"), [("Qwen2.5-72B", 8), ("Qwen2.5-32B", 4), ("Qwen2.5-7B", 1)])
+def test_a_layout_is_proposed_with_which_a_large_model_fits(config: Load, model: str, nodes: int) -> None:
+    settings = config(model, nodes)
+    assert plan_memory(settings, train_settings).problems(MEMORY)
+    changes = suggest_settings(settings, MEMORY, train_settings)
+    values = {key: value for change in changes for key, value in change.values.items()}
+    assert plan_memory(change_settings(settings, values), train_settings).problems(MEMORY) == {}
+    assert not any("fsdp" in key or "lora" in key for key in values)
+
+
+@pytest.mark.parametrize(("model", "nodes"), [("Qwen3-30B-A3B", 2), ("Qwen3-235B-A22B", 16)])
+def test_an_moe_model_on_several_ranks_is_refused(config: Load, model: str, nodes: int) -> None:
+    with pytest.raises(ConfigError, match="does not support MoE models on several train ranks yet"):
+        plan_memory(config(model, nodes), train_settings)
+
+
+def test_a_model_that_megatron_does_not_support_is_named(config: Load) -> None:
+    with pytest.raises(ConfigError, match=r"deepseek_v3\): strategy=megatron supports llama, qwen2, qwen3, qwen3_moe"):
+        plan_memory(config("DeepSeek-V3", 64), train_settings)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ("tensor_model_parallel_size=8", "does not divide num_key_value_heads=4"),
+        ("pipeline_model_parallel_size=5", "layers cannot be split over 5 pipeline stages"),
+        ("pipeline_model_parallel_size=28", "pipeline_model_parallel_size=28 does not divide 16 ranks"),
+        ("expert_model_parallel_size=2", "expert_model_parallel_size=2 does not divide num_experts=1"),
+    ],
+)
+def test_a_layout_that_is_not_possible_is_an_error(config: Load, layout: str, reason: str) -> None:
+    settings = config("Qwen2.5-7B", 2)
+    name, size = layout.split("=")
+    changed = change_settings(settings, {f"{A}.megatron.{name}": int(size)})
+    with pytest.raises(ConfigError, match=reason):
+        plan_memory(changed, train_settings)
+
+
+def test_all_stages_together_have_all_parameters() -> None:
+    for name, layout in {
+        "Qwen2.5-72B": {"tensor_parallel_size": 8, "pipeline_parallel_size": 8},
+        "Qwen3-30B-A3B": {"tensor_parallel_size": 2, "pipeline_parallel_size": 4, "expert_parallel_size": 4},
+        "Qwen2.5-7B": {"pipeline_parallel_size": 4, "first_stage_layers": 5, "last_stage_layers": 3},
+    }.items():
+        shape = ModelShape.from_config(MODELS[name])
+        settings = MegatronSettings(name, compute_dtype="bfloat16", **layout)
+        memory = MegatronMemory(shape, settings, 64, SIZE, SIZE)
+        counts = [memory.count_parameters(stage) for stage in memory.stages()]
+        assert sum(stage.layers for stage in memory.stages()) == shape.layers
+        total = sum(
+            dense * settings.tensor_parallel_size + experts * settings.expert_parallel_size for dense, experts in counts
+        )
+        assert total == pytest.approx(shape.parameters, rel=1e-3)
+
+
+def test_each_way_to_split_a_model_needs_less_memory_per_rank() -> None:
+    shape = ModelShape.from_config(MODELS["Qwen3-30B-A3B"])
+
+    def total(**layout: int | bool) -> int:
+        settings = MegatronSettings("m", compute_dtype="bfloat16", gradient_checkpointing=True, **layout)  # type: ignore[arg-type]
+        return MegatronMemory(shape, settings, 16, SIZE, SIZE).in_update().total
+
+    one = total()
+    for layout in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+        assert total(**{layout: 4}) < total(**{layout: 2}) < one
+
+
+def test_what_rests_on_the_device_can_be_offloaded() -> None:
+    shape = ModelShape.from_config(MODELS["Qwen2.5-7B"])
+    plain = MegatronMemory(shape, MegatronSettings("m", compute_dtype="bfloat16"), 8, SIZE, SIZE).at_rest()
+    assert min(plain.weights, plain.gradients, plain.moments) > GIB
+    settings = MegatronSettings("m", param_offload=True, grad_offload=True, optimizer_offload=True)
+    assert MegatronMemory(shape, settings, 8, SIZE, SIZE).at_rest().total == 0
+    frozen = MegatronSettings("m", compute_dtype="bfloat16").freeze(param_offload=False)
+    assert MegatronMemory(shape, frozen, 8, SIZE).at_rest().total == plain.weights
+
+
+def test_advice_after_an_out_of_memory_error_names_settings_of_the_engine(config: Load) -> None:
+    advice = rl_memory_advice(config("Qwen2.5-7B", 1))
+    assert f"{A}.megatron.grad_offload=True" in advice
+    assert "fsdp" not in advice
