@@ -22,6 +22,7 @@ from verl.config.paths import Tree, set_path
 from verl.config.schema import Config, Section
 
 PAGE = Path(__file__).parents[2] / "docs/combinations.md"
+MODELS = Path(__file__).with_name("models")  # as much of their files as checks of settings read
 Level = tuple[str, str]
 """A factor and one of its levels."""
 Levels = frozenset[Level]
@@ -49,7 +50,7 @@ TRIES = 30
 def find_conflicts(combination: Combination) -> list[tuple[str, str]]:
     """Return the settings that are refused in a combination, each with the reason."""
     tree: Tree = {}
-    for key, value in list_overrides(combination).items():
+    for key, value in list_overrides(combination, MODELS).items():
         set_path(tree, tuple(key.split(".")), value)
     config = _change(_DEFAULTS, tree)
     return [(each.key, each.reason) for check in CHECKS for each in check(config) if not isinstance(each, str)]

@@ -100,7 +100,8 @@ class LogCopier:
         head = f"--- {target}: output of {source}\n" if start == 0 else ""
         head += f"--- {begin - start:,} bytes are only in that file\n" if begin > start else ""
         with path.open("a", encoding="utf-8") as copy:
-            copy.write(head + redact(whole.decode(errors="replace")))
+            lines = whole.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
+            copy.write(head + redact(lines))
         return begin + len(whole)
 
 

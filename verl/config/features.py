@@ -13,6 +13,7 @@ from verl.config.schema.reward import RewardRolloutConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.sft import SftModelConfig
 from verl.config.train_engines import get_train_engine
+from verl.models.model_folder import is_moe
 
 
 def uses_reward_function(config: Config) -> bool:
@@ -129,12 +130,14 @@ def get_quantization(config: Config) -> str | None:
     return "fp8_per_block" if wanted == "fp8" else wanted
 
 
-def syncs_adapter_only(config: Config) -> bool:
+def syncs_adapter_only(config: Config, device: str) -> bool:
     """Whether the engines load the base model and weight sync sends only the adapter."""
     rollout, rank = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.peft.lora_rank
+    if rank == 0 or rollout.lora_transport != "auto":
+        return rank > 0 and rollout.lora_transport == "adapter"
     max_rank = get_rollout_engine(rollout.name).capabilities.max_lora_rank
-    is_possible = rollout.weight_transport in ("auto", "host") and rank <= max_rank
-    return rank > 0 and (rollout.lora_transport == "adapter" or (rollout.lora_transport == "auto" and is_possible))
+    has_kernels = device != "cpu" or not is_moe(config.actor_rollout_ref.model.path)
+    return rollout.weight_transport in ("auto", "host") and rank <= max_rank and has_kernels
 
 
 def differs_by_truncation(config: Config) -> bool:

@@ -20,7 +20,8 @@ def load_settings(folder: Path, steps: int, overrides: Sequence[str]) -> LoadedC
     """Return the settings of the demo's run, with the user's overrides."""
     settings = [*demo_settings(Assets(folder), steps), *overrides]
     [loaded] = load(settings)
-    if syncs_adapter_only(loaded.config):  # the model is still being created when the engines would read it
+    # An engine that loads the model would read it while it is still being created.
+    if syncs_adapter_only(loaded.config, loaded.config.trainer.device):
         [loaded] = load([*settings, "actor_rollout_ref.rollout.lora_transport=merged"])
     return loaded
 

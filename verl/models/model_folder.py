@@ -11,6 +11,8 @@ from verl.errors import ConfigError
 CONFIG = "config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 INDICES = (WEIGHTS_INDEX, "pytorch_model.bin.index.json")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of config.json, of which an MoE has one."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _MAX_HEADER = 100 << 20
@@ -87,3 +89,9 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 def _config_file(path: str) -> Path:
     file = Path(path).expanduser()
     return file if file.is_file() else file / CONFIG
+
+
+def is_moe(path: str) -> bool:
+    """Return whether the model in the folder `path` has experts; False if there is no such folder."""
+    text = text_config(read_config(path))
+    return any(text.get(name) for name in EXPERT_COUNTS)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.models.model_folder import text_config
-from verl.models.model_support import EXPERT_COUNTS
+from verl.models.model_folder import EXPERT_COUNTS, text_config
 
 
 @dataclass(frozen=True, slots=True)

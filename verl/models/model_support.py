@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl.models.model_folder import read_config, text_config
+from verl.models.model_folder import EXPERT_COUNTS, is_moe, read_config, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -44,7 +44,6 @@ STATEFUL = {
     "xlstm",
     "zamba",
 }
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MODALITIES = ("vision_config", "audio_config")
 MODEL_ATTENTION = "eager"
 """The model's own attention code; transformers' sdpa silently ignores soft caps."""
@@ -98,8 +97,7 @@ def expert_problem(path: str, ranks: int = 1) -> str | None:
 
 def is_dense_and_verified(path: str) -> bool:
     """Return whether the model in the folder `path` is of a verified family and not an MoE."""
-    config = read_config(path)
-    return config.get("model_type") in VERIFIED and not any(config.get(name) for name in EXPERT_COUNTS)
+    return read_config(path).get("model_type") in VERIFIED and not is_moe(path)
 
 
 def family_note(path: str, model_type: str, *, published: bool = True) -> str | None:

@@ -56,6 +56,12 @@ def test_new_lines_are_appended_when_they_are_complete(session: Session, tmp_pat
     assert [each.name for each in tmp_path.glob("*.log")] == ["train-worker-1.log"]
 
 
+def test_lines_may_end_as_on_other_systems_and_a_progress_bar_becomes_lines(session: Session) -> None:
+    session.write("first\r\n 50%\r100%\r\n")
+    session.copier.copy()
+    assert read() == "first\n 50%\n100%\n"
+
+
 def test_a_process_that_replaces_another_continues_its_file(session: Session) -> None:
     session.write("before\n")
     session.copier.copy()

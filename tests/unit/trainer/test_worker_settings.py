@@ -207,6 +207,17 @@ def test_engines_load_the_model_themselves_if_only_the_adapter_is_synced() -> No
     assert not train_settings(config_of(*LORA, "actor_rollout_ref.rollout.name=hf"), 10, "cpu").sync_adapter_only
 
 
+def test_engines_on_the_cpu_receive_merged_weights_of_an_moe_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_experts": 4}')
+    config = config_of(*LORA, f"actor_rollout_ref.model.path={tmp_path}")
+    for device, is_adapter in (("cpu", False), ("cuda", True)):
+        assert train_settings(config, 10, device).sync_adapter_only == is_adapter
+        assert (VllmSettings.from_config(config, device, 0).adapter is not None) == is_adapter
+    adapter = "actor_rollout_ref.rollout.lora_transport"
+    with pytest.raises(ConfigError, match=rf"{adapter}: adapter needs accelerators.*set {adapter}=merged"):
+        config_of(*LORA, f"actor_rollout_ref.model.path={tmp_path}", f"{adapter}=adapter", "trainer.device=cpu")
+
+
 @pytest.mark.parametrize("quantized", ["dtype=fp8", "quantization=fp8"])
 def test_quantized_engines_are_sent_bfloat16_and_have_a_tolerance_of_their_own(quantized: str) -> None:
     config = config_of(f"actor_rollout_ref.rollout.{quantized}", "actor_rollout_ref.actor.fsdp_config.dtype=float32")

@@ -13,6 +13,7 @@ from verl.config.rollout_engines import DEFAULT_ENGINE, PARALLEL_SIZES, get_roll
 from verl.config.schema import Config
 from verl.config.schema.conditions import ROLLOUT
 from verl.errors import ConfigError
+from verl.models.model_folder import is_moe
 
 MIN_CAPABILITY = (8, 0)
 """The compute capability that vLLM's batch-invariant kernels and torch's variable-length attention need."""
@@ -32,14 +33,17 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
 
 
 def find_cpu_conflicts(config: Config) -> Iterator[Conflict]:
-    """Yield parallel sizes that the rollout engine does not support on CPUs."""
-    rollout = config.actor_rollout_ref.rollout
+    """Yield parallel sizes and adapters that the rollout engine does not support on CPUs."""
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     engine = get_rollout_engine(rollout.name)
     for name in PARALLEL_SIZES:
         size = getattr(rollout, name)
         if size > 1 and name in engine.capabilities.accelerator_settings:
             reason = f"{size} needs accelerators: {engine.title} does not support it on CPUs"
             yield Conflict(f"{ROLLOUT}.{name}", reason, "=1")
+    if config.actor_rollout_ref.actor.peft.lora_rank and rollout.lora_transport == "adapter" and is_moe(model.path):
+        reason = f"adapter needs accelerators with an MoE model: {engine.title}'s kernels for it are in Triton"
+        yield Conflict(f"{ROLLOUT}.lora_transport", reason, "=merged")
 
 
 def check_capability(capability: tuple[int, int]) -> None:

@@ -71,7 +71,7 @@ class VllmSettings(RolloutEngineSettings):
     def from_config(cls, config: Config, device: str, index: int) -> Self:
         """Return the settings of engine `index` of a run on devices of type `device`."""
         model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-        adapter = _adapter_settings(config) if syncs_adapter_only(config) else None
+        adapter = _adapter_settings(config) if syncs_adapter_only(config, device) else None
         return replace(
             super(VllmSettings, cls).from_config(config, device, index),
             **{name: getattr(rollout, name) for name in _SAME_NAMES},

@@ -106,7 +106,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         teacher=_teacher_settings(config, frozen) if config.distillation.enable else None,
         algorithm=algorithm_settings(config),
         sync_dtype=rollout_dtype(config, device),
-        sync_adapter_only=syncs_adapter_only(config),
+        sync_adapter_only=syncs_adapter_only(config, device),
         sync_bucket_bytes=config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20,
         shares_devices=frees_engine_memory(config, device),
         engine_width=count_engine_devices(config),
