@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from verl.config.rollout_engines import DEFAULT_ENGINE
 from verl.errors import VerlError
 
 
@@ -45,7 +46,7 @@ class Context:
     gpus: int
     folder: Path
     model: str | None = None
-    engine: str = "vllm"
+    engine: str = DEFAULT_ENGINE
     steps: int = 20
 
     def get_model(self) -> str:
