@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ NEED_GPUS = ("train-ipc", "train-nccl", "train-offload", "train-fp8")
 SHORT = ("versions", "collectives", "sharing", "attention", "logprobs", "engine", "train-ipc")
 DRIVER = "535.104.05"
 TIMEOUT_S = 1200
+AT_ONCE = 2  # while one waits for its engine, the other works
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,10 @@ class Sabotage:
     driver: str = ""
 
 
-ENGINE = "verl.rollout.vllm.engine:VllmEngine"
+ENGINE, OTHER = "verl.rollout.vllm.engine:VllmEngine", "verl.rollout.hf:HfEngine"
+HF = ("--engine", "hf")  # starts faster than vLLM
 SABOTAGES = (
-    Sabotage("wrong weights", f"{ENGINE}.load_bucket", "corrupt_weights", "engine", "wrong weights: "),
+    Sabotage("wrong weights", f"{OTHER}.load_bucket", "corrupt_weights", "engine", "wrong weights: ", HF),
     Sabotage("lost bucket", f"{ENGINE}.load_bucket", "lose_bucket", "engine", "a bucket was lost: "),
     Sabotage("broken sleep", f"{ENGINE}.sleep", "stay_awake", "engine", "broken sleep: "),
     Sabotage(
@@ -55,7 +58,7 @@ SABOTAGES = (
         "remove_gradient",
         "train-host",
         "no gradient: ",
-        ("--engine", "hf", "--steps", "4"),
+        (*HF, "--steps", "4"),
     ),
     Sabotage(
         "old driver",
@@ -65,7 +68,7 @@ SABOTAGES = (
         f"driver: {DRIVER} is too old",
         driver=DRIVER,
     ),
-    Sabotage("blind probe", "verl.weights.probe:compare_logprobs", "believe_all", "engine", "blind probe: "),
+    Sabotage("blind probe", "verl.weights.probe:compare_logprobs", "believe_all", "engine", "blind probe: ", HF),
 )
 
 
@@ -82,7 +85,9 @@ def main() -> None:
         expected = {
             name: "skipped" if name in NEED_GPUS else "ok" for name in (SHORT if options.short else list(STAGES))
         }
-        named = {sabotage.name: is_named(sabotage, folder) for sabotage in SABOTAGES}
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            found = threads.map(lambda sabotage: is_named(sabotage, folder / sabotage.name), SABOTAGES)
+            named = dict(zip((sabotage.name for sabotage in SABOTAGES), found, strict=True))
     finish(
         "gpu_check",
         states == expected and all(named.values()),
@@ -94,7 +99,8 @@ def main() -> None:
 
 
 def is_named(sabotage: Sabotage, folder: Path) -> bool:
-    """Return whether the stage fails and says what is broken."""
+    """Return whether the stage fails and says what is broken. `folder` is made."""
+    folder.mkdir(parents=True, exist_ok=True)
     environment = {
         "VERL_SHOW_REPLACE": f"{sabotage.method} gpu_sabotages:{sabotage.function}",
         "PYTHONPATH": os.pathsep.join([str(SITE), os.environ.get("PYTHONPATH", "")]),
