@@ -1,4 +1,4 @@
-"""The variables that vLLM gets: the user's own ones are kept, but its files stay private."""
+"""The variables that vLLM gets, where the user's own ones are kept and files stay private; how its end is described."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl.private_files import is_private
-from verl.rollout.vllm.engine import environment
+from verl.rollout.vllm.engine import environment, find_engine_error
 from verl.rollout.vllm.settings import VllmSettings
 
 pytestmark = pytest.mark.unit
@@ -36,3 +36,15 @@ def test_batch_invariance_is_set_whatever_the_environment_says(monkeypatch: pyte
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     assert environment(VllmSettings("model", device="cuda", batch_invariant=True))["VLLM_BATCH_INVARIANT"] == "1"
     assert "VLLM_BATCH_INVARIANT" not in environment(VllmSettings("model", device="cuda"))
+
+
+def test_the_exception_that_ended_vllms_process_is_found_in_its_output() -> None:
+    before = "(EngineCore pid=7) ERROR 11-19 18:51:29 [core.py:1512] "
+    lines = [
+        "ValueError: of something else",
+        f"{before}Traceback (most recent call last):",
+        f"{before}torch.OutOfMemoryError: CUDA out of memory\r",
+        "(MainProcess pid=8) ERROR 11-19 18:51:29 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: dead",
+    ]
+    assert find_engine_error("\n".join(lines)) == "torch.OutOfMemoryError: CUDA out of memory"
+    assert find_engine_error(lines[0]) == ""  # as after SIGKILL

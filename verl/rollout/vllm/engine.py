@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -277,7 +278,15 @@ def map_engine_errors() -> Iterator[None]:
     try:
         yield
     except EngineDeadError as error:
-        raise ProcessLostError(f"vLLM's engine process has died: {error}") from error
+        raise ProcessLostError(
+            f"vLLM's engine process has died: {find_engine_error(tail_stderr(200)) or error}"
+        ) from error
+
+
+def find_engine_error(output: str) -> str:
+    """Return the exception that ended vLLM's engine process, from what it has printed; empty if it printed none."""
+    found = re.findall(r"\(EngineCore[^)]*\) ERROR .*?\] ((?:\w+\.)*\w*(?:Error|Exception): .*)", output)
+    return found[-1].strip() if found else ""
 
 
 def _sampling(sampling: SamplingParams, *, prompt_logprobs: int | None = None) -> VllmSampling:
