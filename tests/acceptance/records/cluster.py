@@ -60,7 +60,7 @@ WORKER_PORTS = range(10_002, 20_000)
 """The ports that Ray gives to its workers, by default; other sockets have ports above them."""
 MARK = "VERL_SHOW_CLUSTER"
 PATIENCE_S = 600.0
-RESTARTING = "restarting all processes"
+RESTARTING, RESUMED, SHRUNK = "restarting all processes", "continuing with step", "continuing with 1 train ranks"
 
 
 def main() -> None:
@@ -278,6 +278,7 @@ def kill_second(run: Run) -> None:
     run.wait_for_text(RESTARTING)
     run.cluster.second.start()
     run.cluster.join()
+    run.wait_for_text(RESUMED)
 
 
 def kill_head(run: Run) -> None:
@@ -288,6 +289,7 @@ def kill_head(run: Run) -> None:
     run.cluster.head.start()
     run.cluster.start_ray()
     run.start()
+    run.wait_for_text(RESUMED)
 
 
 def unplug_second(run: Run) -> None:
@@ -297,11 +299,14 @@ def unplug_second(run: Run) -> None:
     run.wait_for_text(RESTARTING)
     run.cluster.second.plug_in()
     run.cluster.join()
+    run.wait_for_text(RESUMED)
 
 
 def lose_second(run: Run) -> None:
     run.wait_for_step(2)
     run.cluster.second.kill()
+    run.wait_for_text(SHRUNK)
+    run.wait_for_text(RESUMED)
 
 
 KILLED, HEAD_KILLED, UNPLUGGED, LOST = "killed", "head killed", "unplugged", "lost for good"
