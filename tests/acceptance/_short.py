@@ -73,6 +73,7 @@ ROTATION = (
         "poison",
         "reshard",
         "load",
+        "megatron",
         "tools",
         "sandbox",
         "combinations",

@@ -186,11 +186,19 @@ def random_mini_batch(engines, make_sequences=random_sequences):
     """Return sequences with other policies and values that differ a little."""
     generator = torch.Generator().manual_seed(3)
     batch = make_sequences(generator)
-    total = batch.num_tokens
-    (output,), (worth,) = engines.actor.forward([batch]), engines.critic.forward([batch])
     own, replayed = random_experts(engines, batch, generator)
     mixture = engines.mixture["router replay"].forward([batch.with_(routed_experts=replayed)])[0]
-    noise = [torch.randn(total, generator=generator) for _ in range(5)]
+    mini_batch = with_other_policies(batch, engines.actor, engines.critic, generator)
+    noise = torch.randn(batch.num_tokens, generator=generator)
+    mini_batch.mixture_logprobs = mixture.logprobs + 0.2 * noise
+    mini_batch.experts = dict(zip(MIXTURE, (own, replayed), strict=True))
+    return mini_batch
+
+
+def with_other_policies(batch, actor, critic, generator):
+    """Return a mini-batch of these sequences, sampled by other policies than the actor."""
+    (output,), (worth,) = actor.forward([batch]), critic.forward([batch])
+    noise = [torch.randn(batch.num_tokens, generator=generator) for _ in range(5)]
     per_sequence = torch.randn(SEQUENCES, generator=generator)
     batch = batch.with_(
         old_logprobs=output.logprobs + 0.2 * noise[0],
@@ -201,13 +209,7 @@ def random_mini_batch(engines, make_sequences=random_sequences):
         advantages=per_sequence[batch.segment_ids],
     )
     scores = torch.randint(0, 2, (SEQUENCES,), generator=generator).double()
-    return SimpleNamespace(
-        batch=batch,
-        scores=scores,
-        groups=torch.arange(SEQUENCES) % 5,
-        mixture_logprobs=mixture.logprobs + 0.2 * noise[0],
-        experts=dict(zip(MIXTURE, (own, replayed), strict=True)),
-    )
+    return SimpleNamespace(batch=batch, scores=scores, groups=torch.arange(SEQUENCES) % 5)
 
 
 def random_experts(engines, batch, generator):
