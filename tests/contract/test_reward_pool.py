@@ -133,7 +133,7 @@ async def test_an_exception_has_the_users_frames_and_the_worker_lives_on(pool: P
             ("os._exit(3)", "died", "exit code 3"),
             ("os.kill(os.getpid(), 40)", "died", "died of signal 40"),  # a real-time signal without a name
             ("os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)", "died", "supervises it"),
-            ("os.closerange(3, 100)\nreturn 1.0", "died", "file descriptors"),
+            ("os.closerange(3, 10_000)\nreturn 1.0", "died", "file descriptors"),
             ("print('I was here', flush=True)\nos.abort()", "died", "I was here"),
             ("import ctypes\nctypes.string_at(0)", "died", "line 5 in compute_score"),
             (WRITE_EVERYWHERE, "died", "not its own"),
@@ -176,7 +176,7 @@ async def test_a_hang_is_ended_at_its_timeout_and_shows_its_line(pool: Pool, han
     assert others == [Scored(1.0)] * 20
 
 
-@pytest.mark.parametrize("end", rotate_rest(0, ["os._exit(1)", "os.closerange(3, 100)", "os.abort()"]))
+@pytest.mark.parametrize("end", rotate_rest(0, ["os._exit(1)", "os.closerange(3, 10_000)", "os.abort()"]))
 async def test_only_calls_that_ended_their_worker_fail_among_many_short_calls(pool: Pool, end: str) -> None:
     ready = await started(pool(f"if solution_str.startswith('bad'): {end}\nreturn 1.0", workers=2))
     responses = [f"bad {number}" if number % 40 == 7 else "good" for number in range(400)]
