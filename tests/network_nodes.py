@@ -90,7 +90,7 @@ class Node:
             folder: For its file of host names, which has the node's own as 127.0.1.1, as Debian's installer writes it.
             temporary: A folder that is another one on each node, and empty when the node starts.
         """
-        self.name, self.address = f"node-{number}", f"{_NETWORK}.{number}"
+        self._number, self.name, self.address = number, f"node-{number}", f"{_NETWORK}.{number}"
         self._link, self._temporary, self._hosts = f"link{number}", temporary, folder / f"hosts-{number}"
         self._hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {self.name}\n")
         temporary.mkdir(exist_ok=True)
@@ -107,7 +107,9 @@ class Node:
         [init] = psutil.Process(self._process.pid).children()
         self._init = init.pid
         self._network = get_network(self._init)
-        _call(f"ip link add {self._link} type veth peer name eth0 netns {self._init}")
+        # The same card each time: others remember the address of the card.
+        card = f"02:00:00:00:00:{self._number:02x}"
+        _call(f"ip link add name {self._link} type veth peer name eth0 address {card} netns {self._init}")
         _call(f"ip link set {self._link} master {_BRIDGE} up")
         self.call(
             f"ip link set lo up && ip address add {self.address}/24 dev eth0 && ip link set eth0 up && "
