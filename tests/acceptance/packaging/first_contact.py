@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -282,6 +283,7 @@ WITH_ENGINES: tuple[Case, ...] = (
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # sessions are interrupted, also if a shell ignores it
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="only the cases without Ray and vLLM")
     parser.add_argument("--results", type=Path, default=Path("first-contact-results"), help="folder of the sessions")
