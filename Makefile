@@ -2,11 +2,11 @@
 VENV ?= .venv
 PYTHON ?= $(shell [ -x $(VENV)/bin/python ] && echo $(VENV)/bin/python || echo python)
 PYTEST = $(PYTHON) -m pytest -q
-BY_FILE = -n 2 --dist loadfile # tests of one file share an engine; while one starts, others work
+BY_FILE = -n 3 --dist loadfile --no-loadscope-reorder # tests of one file share an engine; while one starts, others work
 ROTATION ?= due # what CI runs at this commit (tests/rotation.py); all: every test
 SHOWS = $(basename $(notdir $(wildcard tests/acceptance/*/[a-z]*.py)))
 
-.PHONY: help setup pins fmt check style unit test e2e bench docs site show-short
+.PHONY: help setup pins fmt check style unit test bench docs site show-short
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
 	@echo "show-NAME     acceptance tests, each ends with one JSON line: $(SHOWS)"
@@ -37,11 +37,8 @@ style: ## style, types, layers
 unit: ## unit tests: no processes
 	$(PYTEST) -n auto tests/unit
 
-test: ## contract and distributed tests that CI runs at this commit (ROTATION=all for every one)
-	$(PYTEST) $(BY_FILE) -m "contract or distributed" --rotation $(ROTATION)
-
-e2e: ## real Ray, FSDP2 and vLLM with a tiny model, as CI at this commit (ROTATION=all for every test)
-	$(PYTEST) $(BY_FILE) -m e2e --rotation $(ROTATION)
+test: ## tests with processes and engines that CI runs at this commit (ROTATION=all for every one); the longest first
+	$(PYTEST) $(BY_FILE) --rotation $(ROTATION) tests/e2e tests/distributed tests/contract
 
 bench: ## print figures, assert nothing
 	$(PYTEST) -m bench
