@@ -29,13 +29,13 @@ from verl.memory_plan.model_memory import PROBE_TOKENS
 from verl.models.model_support import MODEL_ATTENTION
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.model import PackedCausalLM, PackedModel
-from verl.training.fsdp.offload import Offloader
 from verl.training.fsdp.settings import FsdpSettings
-from verl.training.fsdp.sharding import parse_dtype
 from verl.training.kernels import attention
 from verl.training.kernels.attention import PACKED_ATTENTION, register_attention
 from verl.training.kernels.logprobs import default_chunk
+from verl.training.offload import Offloader
 from verl.training.settings import EngineSettings
+from verl.training.tensors import parse_dtype
 
 
 def measure(

@@ -19,9 +19,9 @@ from verl.config.train_engines import get_train_engine, list_train_engines
 from verl.data.flat_batch import FlatBatch
 from verl.training.engine import TrainEngine
 from verl.training.fsdp.engine import FsdpEngine
-from verl.training.fsdp.offload import Offloader
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.layout import RankLayout
+from verl.training.offload import Offloader
 from verl.training.process_group import init_process_group
 from verl.training.registry import build_engine, get_settings_class
 from verl.training.settings import Schedule

@@ -37,9 +37,9 @@ from verl.models.model_folder import WEIGHTS_INDEX
 from verl.training.fsdp import model_loader
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.settings import FsdpSettings
-from verl.training.fsdp.sharded_loading import SlicingError, cut_rows, find_files, find_sources
 from verl.training.process_group import init_process_group
 from verl.training.settings import LoraSettings
+from verl.training.sharded_loading import SlicingError, cut_rows, find_files, find_sources
 
 RANKS, MIB = 4, 2**20
 LARGE_RANKS = 64

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from verl.training.fsdp.offload import Offloader, iter_moments
+from verl.training.offload import Offloader, iter_moments
 
 pytestmark = pytest.mark.unit
 

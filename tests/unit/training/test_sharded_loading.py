@@ -17,8 +17,8 @@ from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from verl.errors import EngineError
 from verl.training.fsdp import model_loader
-from verl.training.fsdp.sharded_loading import StoredTensor, cut, cut_rows, find_files, find_sources
 from verl.training.settings import LoraSettings
+from verl.training.sharded_loading import StoredTensor, cut, cut_rows, find_files, find_sources
 
 pytestmark = pytest.mark.unit
 

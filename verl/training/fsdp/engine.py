@@ -26,24 +26,25 @@ from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.checkpoint.adapter import check_base, is_adapter, merge_adapter, original_name, peft_name
 from verl.data.flat_batch import FlatBatch
 from verl.errors import DivergenceError, EngineError
+from verl.training.divergence import compute_norm, describe_nonfinite, make_probe
 from verl.training.engine import KLTarget, Loss, TrainEngine, check_first_tokens, sum_metrics
-from verl.training.fsdp.divergence import compute_norm, describe_nonfinite, make_probe
 from verl.training.fsdp.local_shards import find_plain_names, iter_shards
 from verl.training.fsdp.lora import describe_adapter, disable_adapter, is_trainable
 from verl.training.fsdp.model import PackedCausalLM, PackedValueModel
 from verl.training.fsdp.model_loader import load_model
-from verl.training.fsdp.offload import Offloader, iter_moments
 from verl.training.fsdp.rounding import rounding_noise
 from verl.training.fsdp.routing import MoERouting
 from verl.training.fsdp.sequence_parallel import build_sequence_group
 from verl.training.fsdp.settings import FsdpSettings
-from verl.training.fsdp.sharding import group_by_mesh, parse_dtype, shard_model
+from verl.training.fsdp.sharding import shard_model
 from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.training.kernels.logprobs import LastLayer, compiled_kernels
+from verl.training.offload import Offloader, iter_moments
 from verl.training.optim.optimizers import LossScaler, build_optimizer, optimizer_options
 from verl.training.process_group import check_divides
 from verl.training.profiler import span
 from verl.training.random_state import get_random_state, set_random_state
+from verl.training.tensors import group_by_mesh, parse_dtype
 from verl.types import LocalShard
 from verl.weights.bucket import to_hf
 

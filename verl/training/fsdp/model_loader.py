@@ -29,7 +29,10 @@ from verl.models.model_safety import PICKLED, model_problems
 from verl.models.model_support import LAYER_TYPES, MODEL_ATTENTION, making_model
 from verl.training.fsdp.lora import add_adapter
 from verl.training.fsdp.model import PackedCausalLM, PackedModel, PackedValueModel, ScoredBackbone
-from verl.training.fsdp.sharded_loading import (
+from verl.training.fsdp.shared_prompts import find_shared_prompts
+from verl.training.kernels.attention import PACKED_ATTENTION, register_attention
+from verl.training.settings import EngineSettings, Head
+from verl.training.sharded_loading import (
     SlicingError,
     Sources,
     compute_buffers,
@@ -39,10 +42,7 @@ from verl.training.fsdp.sharded_loading import (
     find_unused,
     materialize,
 )
-from verl.training.fsdp.sharding import parse_dtype
-from verl.training.fsdp.shared_prompts import find_shared_prompts
-from verl.training.kernels.attention import PACKED_ATTENTION, register_attention
-from verl.training.settings import EngineSettings, Head
+from verl.training.tensors import parse_dtype
 from verl.weights.bucket import check_names
 
 logger = logging.getLogger(__name__)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from verl.errors import EngineError
 from verl.training.fsdp.expert_parallel import distribute_experts
 from verl.training.fsdp.model import PackedModel
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.process_group import build_mesh, check_divides
+from verl.training.tensors import parse_dtype
 
 
 def shard_model(model: PackedModel, settings: FsdpSettings, world_size: int) -> torch.device:
@@ -72,22 +69,6 @@ def build_fsdp_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> D
     if size == world_size:
         return build_mesh(device_type, (world_size,), ("shard",))
     return build_mesh(device_type, (world_size // size, size), ("replicate", "shard"))
-
-
-def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return the tensors by mesh: operations on several sharded tensors at once need them on the same one."""
-    groups: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
-    return list(groups.values())
-
-
-def parse_dtype(name: str) -> torch.dtype:
-    """Return torch's floating-point type of that name."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise EngineError(f"dtype: {name!r} is not a floating-point dtype; use float32 or bfloat16")
-    return dtype
 
 
 def _precision(settings: FsdpSettings) -> MixedPrecisionPolicy:

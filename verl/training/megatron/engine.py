@@ -18,9 +18,8 @@ from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.checkpoint.save import get_local_shard
 from verl.data.flat_batch import FlatBatch
 from verl.errors import DivergenceError, EngineError
+from verl.training.divergence import describe_nonfinite, make_probe
 from verl.training.engine import KLTarget, Loss, TrainEngine, check_first_tokens, sum_metrics
-from verl.training.fsdp.divergence import describe_nonfinite, make_probe
-from verl.training.fsdp.offload import Offloader
 from verl.training.kernels.attention import packing_kwargs
 from verl.training.megatron.loading import StageModel, load_stage
 from verl.training.megatron.logprobs import VocabularySlice, sharded_logprobs
@@ -28,6 +27,7 @@ from verl.training.megatron.optimizer import MOMENTS, GradientBuffers, ShardedAd
 from verl.training.megatron.parallel_state import add_bytes, join_groups, last_stage_rank, pipeline_size
 from verl.training.megatron.settings import MegatronSettings
 from verl.training.megatron.transformer import Packing
+from verl.training.offload import Offloader
 from verl.training.optim.optimizers import optimizer_options
 from verl.training.profiler import span
 from verl.training.random_state import get_random_state, set_random_state

@@ -19,12 +19,12 @@ from verl.models.model_safety import model_problems
 from verl.models.model_support import making_model
 from verl.training.fsdp.model import ScoredBackbone
 from verl.training.fsdp.model_loader import open_model
-from verl.training.fsdp.sharded_loading import Sources, fill
-from verl.training.fsdp.sharding import parse_dtype
 from verl.training.megatron.settings import MegatronSettings
 from verl.training.megatron.supported_models import find_problem
 from verl.training.megatron.transformer import PackedGPTModel, build_config, build_stage
 from verl.training.megatron.weight_map import Box, map_weights
+from verl.training.sharded_loading import Sources, fill
+from verl.training.tensors import parse_dtype
 from verl.types import LocalShard
 from verl.weights.bucket import check_names
 

@@ -13,8 +13,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
 from verl.errors import EngineError
-from verl.training.fsdp.offload import iter_moments
 from verl.training.megatron.parallel_state import add_bytes
+from verl.training.offload import iter_moments
 from verl.training.optim.optimizers import optimizer_options
 from verl.training.settings import EngineSettings
 

@@ -22,9 +22,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from verl.training.fsdp.sharding import parse_dtype
 from verl.training.kernels.attention import attend_packed
 from verl.training.megatron.settings import MegatronSettings
+from verl.training.tensors import parse_dtype
 
 
 @dataclass

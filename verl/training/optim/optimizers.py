@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from verl.training.fsdp.model import PackedModel
-from verl.training.fsdp.sharding import group_by_mesh
 from verl.training.optim.low_precision import LowPrecisionAdamW
 from verl.training.optim.muon import Muon
 from verl.training.settings import EngineSettings
+from verl.training.tensors import group_by_mesh
 
 
 def build_optimizer(model: PackedModel, settings: EngineSettings) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from verl.data.flat_batch import FlatBatch
-from verl.training.fsdp.sharding import group_by_mesh
+from verl.training.tensors import group_by_mesh
 
 PROBE_LENGTH = 16
 
