@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from verl.rollout.vllm.checks import _RESERVED, _SETTINGS, list_vllm_arguments
+from verl.rollout.vllm.checks import ARGUMENTS, list_vllm_arguments
 
 pytestmark = pytest.mark.contract
 
@@ -14,4 +14,4 @@ pytestmark = pytest.mark.contract
 def test_the_names_in_the_source_are_the_fields_of_the_class() -> None:
     arguments = pytest.importorskip("vllm.engine.arg_utils")
     assert list_vllm_arguments() == {field.name for field in fields(arguments.AsyncEngineArgs)}
-    assert set(_SETTINGS) | set(_RESERVED) <= list_vllm_arguments()
+    assert {*ARGUMENTS.settings, *ARGUMENTS.reserved} <= list_vllm_arguments()

@@ -11,6 +11,7 @@ from verl.config.load import load
 from verl.config.rollout_engines import get_rollout_engine
 from verl.errors import ConfigError
 from verl.rollout.engine import make_engine
+from verl.rollout.engine_arguments import read_fields
 from verl.rollout.isolated.engine import IsolatedEngine
 from verl.rollout.sglang import checks
 from verl.rollout.sglang.settings import SglangSettings
@@ -65,7 +66,7 @@ def test_arguments_of_public_scripts_are_accepted() -> None:
 def test_server_arguments_are_read_from_their_source(tmp_path: Path) -> None:
     source = "class Model(Struct):\n    model_path: str\n    dtype: A[str, 'help'] = 'auto'\n    gpu_id = Derived()\n"
     (tmp_path / "model.py").write_text(source)
-    assert checks._read_arguments(tmp_path) == {"model_path", "dtype"}
+    assert read_fields(tmp_path / "model.py") == {"model_path", "dtype"}
 
 
 @pytest.mark.parametrize(("version", "problem"), [("0.5.9", "0.5.9 is too old: 0.5.23"), ("0.6.0rc1", "")])

@@ -2,66 +2,65 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from verl.config.checks.conflict import Conflict
 from verl.config.schema import Config
 from verl.config.schema.conditions import ROLLOUT
 from verl.installation import format_sglang_hint
+from verl.rollout.engine_arguments import ArgumentRules, read_fields
 
 _MIN_SGLANG = (0, 5, 23)
 _KEY, _MODEL = f"{ROLLOUT}.engine_kwargs.sglang", "actor_rollout_ref.model"
-_SETTINGS = {
-    "model_path": f"{_MODEL}.path",
-    "tokenizer_path": f"{_MODEL}.tokenizer_path",
-    "trust_remote_code": f"{_MODEL}.trust_remote_code",
-    "enable_fp32_lm_head": f"{_MODEL}.fp32_lm_head",
-    "tp_size": f"{ROLLOUT}.tensor_model_parallel_size",
-    "ep_size": f"{ROLLOUT}.expert_parallel_size",
-    "context_length": f"{ROLLOUT}.max_model_len",
-    "max_running_requests": f"{ROLLOUT}.max_num_seqs",
-    **dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens"), f"{ROLLOUT}.max_num_batched_tokens"),
-    "max_total_tokens": f"{ROLLOUT}.cpu_cache_gib",
-    "mem_fraction_static": f"{ROLLOUT}.gpu_memory_utilization",
-    "disable_cuda_graph": f"{ROLLOUT}.enforce_eager",
-    "enable_memory_saver": f"{ROLLOUT}.free_cache_engine",
-    **{name: f"{ROLLOUT}.{name}" for name in ("dtype", "load_format")},
-    "device": "trainer.device",
-    "random_seed": "trainer.seed",
-}
-"""Server arguments that have a setting of their own, which is validated."""
-
-_RESERVED = (
-    *("skip_tokenizer_init", "custom_weight_loader", "weight_version", "preferred_sampling_params"),
-    *("enable_priority_scheduling", "disable_priority_preemption", "schedule_low_priority_values_first"),
-    *("default_priority_value", "max_queued_requests"),
-)
-"""Server arguments whose values verl depends on."""
-
-_UNSUPPORTED = {
-    **dict.fromkeys(("quantization", "kv_cache_dtype"), "is not tested with weight updates"),
-    **dict.fromkeys(("modelopt_quant", "quantize_and_serve", "rl_quant_profile"), "is not tested with weight updates"),
-    **dict.fromkeys(
-        ("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
-        "keeps the cache of old weights after an update",
+ARGUMENTS = ArgumentRules(
+    _KEY,
+    "a server argument of the installed SGLang",
+    settings={
+        "model_path": f"{_MODEL}.path",
+        "tokenizer_path": f"{_MODEL}.tokenizer_path",
+        "trust_remote_code": f"{_MODEL}.trust_remote_code",
+        "enable_fp32_lm_head": f"{_MODEL}.fp32_lm_head",
+        "tp_size": f"{ROLLOUT}.tensor_model_parallel_size",
+        "ep_size": f"{ROLLOUT}.expert_parallel_size",
+        "context_length": f"{ROLLOUT}.max_model_len",
+        "max_running_requests": f"{ROLLOUT}.max_num_seqs",
+        **dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens"), f"{ROLLOUT}.max_num_batched_tokens"),
+        "max_total_tokens": f"{ROLLOUT}.cpu_cache_gib",
+        "mem_fraction_static": f"{ROLLOUT}.gpu_memory_utilization",
+        "disable_cuda_graph": f"{ROLLOUT}.enforce_eager",
+        "enable_memory_saver": f"{ROLLOUT}.free_cache_engine",
+        **{name: f"{ROLLOUT}.{name}" for name in ("dtype", "load_format")},
+        "device": "trainer.device",
+        "random_seed": "trainer.seed",
+    },
+    reserved=(
+        *("skip_tokenizer_init", "custom_weight_loader", "weight_version", "preferred_sampling_params"),
+        *("enable_priority_scheduling", "disable_priority_preemption", "schedule_low_priority_values_first"),
+        *("default_priority_value", "max_queued_requests"),
     ),
-    "enable_watermark": "changes how responses are sampled",
-    "allow_auto_truncate": "shortens prompts",
-    "weight_cache_mode": "shares weights that cannot be updated",
-    "speculative_algorithm": "needs a draft model, which is not synced",
-    **dict.fromkeys(("enable_lora", "lora_paths"), "is not supported: SGLang receives merged weights"),
-    **dict.fromkeys(("dp_size", "pp_size", "nnodes", "tokenizer_worker_num"), "is not supported"),
-    **dict.fromkeys(("enable_dp_attention", "disaggregation_mode"), "is not supported"),
-}
-"""Server arguments that are refused, unless they are off, and why."""
+    unsupported={
+        **dict.fromkeys(("quantization", "kv_cache_dtype"), "is not tested with weight updates"),
+        **dict.fromkeys(
+            ("modelopt_quant", "quantize_and_serve", "rl_quant_profile"), "is not tested with weight updates"
+        ),
+        **dict.fromkeys(
+            ("hicache_storage_backend", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
+            "keeps the cache of old weights after an update",
+        ),
+        "enable_watermark": "changes how responses are sampled",
+        "allow_auto_truncate": "shortens prompts",
+        "weight_cache_mode": "shares weights that cannot be updated",
+        "speculative_algorithm": "needs a draft model, which is not synced",
+        **dict.fromkeys(("enable_lora", "lora_paths"), "is not supported: SGLang receives merged weights"),
+        **dict.fromkeys(("dp_size", "pp_size", "nnodes", "tokenizer_worker_num"), "is not supported"),
+        **dict.fromkeys(("enable_dp_attention", "disaggregation_mode"), "is not supported"),
+    },
+)
 
 
 def find_problem() -> str:
@@ -82,7 +81,9 @@ def find_problem() -> str:
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Yield settings with which SGLang does not work as a rollout engine."""
     rollout = config.actor_rollout_ref.rollout
-    yield from _check_arguments(rollout.engine_kwargs.sglang, is_installed=rollout.python is None)
+    arguments = rollout.engine_kwargs.sglang
+    known = list_sglang_arguments() if arguments and rollout.python is None else frozenset()
+    yield from ARGUMENTS.find_conflicts(arguments, known)
     for name in ("pipeline_model_parallel_size", "data_parallel_size"):
         if (size := getattr(rollout, name)) > 1:
             yield Conflict(f"{ROLLOUT}.{name}", f"{size} is not supported with {ROLLOUT}.name=sglang", "=1")
@@ -90,31 +91,6 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
     if devices % experts:
         reason = f"{experts} is not possible: SGLang distributes experts over a divisor of the engine's {devices}"
         yield Conflict(f"{ROLLOUT}.expert_parallel_size", f"{reason} devices", f"={devices}")
-
-
-def _check_arguments(arguments: dict[str, Any], *, is_installed: bool) -> Iterator[Conflict]:
-    """Yield server arguments that duplicate a setting, are reserved, or do not exist in the installed SGLang."""
-    known = list_sglang_arguments() if arguments and is_installed else frozenset()
-    for name, value in arguments.items():
-        key = f"{_KEY}.{name}"
-        if name in _SETTINGS:
-            yield Conflict(key, "has its own setting", f"set {_SETTINGS[name]} instead")
-        elif name in _RESERVED:
-            yield Conflict(key, "is set by verl and cannot be changed", "remove it")
-        elif name in _UNSUPPORTED:
-            if not _is_off(value):
-                yield Conflict(key, _UNSUPPORTED[name], "remove it")
-        elif known and name not in known:
-            close = get_close_matches(
-                name, [other for other in known if other not in (*_RESERVED, *_UNSUPPORTED)], n=1, cutoff=0.75
-            )
-            fix = f"did you mean {_SETTINGS.get(close[0], f'{_KEY}.{close[0]}')}?" if close else "remove it"
-            yield Conflict(key, "is not a server argument of the installed SGLang", fix)
-
-
-def _is_off(value: object) -> bool:
-    """Return whether an argument with this value is not used: a switch, a size or a name."""
-    return value is None or value is False or (value is not True and value in (1, "auto", "null", "off"))
 
 
 @cache
@@ -125,16 +101,5 @@ def list_sglang_arguments() -> frozenset[str]:
     """
     spec = find_spec("sglang")
     folders = spec.submodule_search_locations if spec is not None else None
-    return _read_arguments(Path(folders[0], "srt", "arg_groups", "fields")) if folders else frozenset()
-
-
-def _read_arguments(folder: Path) -> frozenset[str]:
-    """Return the annotated fields of the classes in a folder of modules."""
-    return frozenset(
-        statement.target.id
-        for source in folder.glob("*.py")
-        for node in ast.parse(source.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-        for statement in node.body
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-    )
+    fields = Path(folders[0], "srt", "arg_groups", "fields") if folders else Path()
+    return frozenset().union(*map(read_fields, fields.glob("*.py"))) if folders else frozenset()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -16,28 +14,30 @@ from verl.config.checks.conflict import Conflict
 from verl.config.schema import Config
 from verl.config.schema.conditions import ACTOR, ROLLOUT
 from verl.installation import format_vllm_hint
+from verl.rollout.engine_arguments import ArgumentRules, read_fields
 
 _MIN_VLLM = (0, 32)
 _KEY, _MODEL, _REPLAY = f"{ROLLOUT}.engine_kwargs.vllm", "actor_rollout_ref.model", f"{ACTOR}.router_replay.mode"
-_SETTINGS = {
-    "model": f"{_MODEL}.path",
-    "tokenizer": f"{_MODEL}.tokenizer_path",
-    "trust_remote_code": f"{_MODEL}.trust_remote_code",
-    "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
-    "pipeline_parallel_size": f"{ROLLOUT}.pipeline_model_parallel_size",
-    "enable_expert_parallel": f"{ROLLOUT}.expert_parallel_size",
-    **{name: f"{ROLLOUT}.{name}" for name in ("data_parallel_size", "dtype", "quantization", "load_format")},
-    **{name: f"{ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "enforce_eager")},
-    **{name: f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")},
-    **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), f"{ACTOR}.peft.lora_rank"),
-    "seed": "trainer.seed",
-    "enable_return_routed_experts": _REPLAY,
-    "return_sampling_mask": f"{ROLLOUT}.keep_sampling_mask",
-}
-"""Engine arguments that have a setting of their own, which is validated."""
-
-_RESERVED = ("logprobs_mode", "skip_tokenizer_init", "weight_transfer_config", "worker_extension_cls")
-"""Engine arguments whose values verl depends on."""
+ARGUMENTS = ArgumentRules(
+    _KEY,
+    "an engine argument of the installed vLLM",
+    settings={
+        "model": f"{_MODEL}.path",
+        "tokenizer": f"{_MODEL}.tokenizer_path",
+        "trust_remote_code": f"{_MODEL}.trust_remote_code",
+        "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
+        "pipeline_parallel_size": f"{ROLLOUT}.pipeline_model_parallel_size",
+        "enable_expert_parallel": f"{ROLLOUT}.expert_parallel_size",
+        **{name: f"{ROLLOUT}.{name}" for name in ("data_parallel_size", "dtype", "quantization", "load_format")},
+        **{name: f"{ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "enforce_eager")},
+        **{name: f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")},
+        **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), f"{ACTOR}.peft.lora_rank"),
+        "seed": "trainer.seed",
+        "enable_return_routed_experts": _REPLAY,
+        "return_sampling_mask": f"{ROLLOUT}.keep_sampling_mask",
+    },
+    reserved=("logprobs_mode", "skip_tokenizer_init", "weight_transfer_config", "worker_extension_cls"),
+)
 
 INVARIANT_BACKENDS = ("FLASH_ATTN", "FLASH_ATTN_MLA", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_MLA")
 """vLLM's attention backends whose results do not depend on the other requests of a batch, on NVIDIA GPUs."""
@@ -59,7 +59,8 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Yield settings with which vLLM does not work as a rollout engine."""
     rollout, head = config.actor_rollout_ref.rollout, f"{_MODEL}.fp32_lm_head"
     arguments = rollout.engine_kwargs.vllm
-    yield from _check_arguments(arguments, is_installed=rollout.python is None)
+    known = list_vllm_arguments() if arguments and rollout.python is None else frozenset()
+    yield from ARGUMENTS.find_conflicts(arguments, known)
     if config.trainer.deterministic and config.trainer.device == "cuda":
         yield from _check_attention(arguments)
     for name in ("max_logprobs", "speculative_config"):  # vLLM must return top_k log-probs of what it samples from
@@ -78,21 +79,6 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
         reason = f"over all {devices} devices of an engine (tensor x data parallel size) or none"
         reason = f"{experts} is not possible: vLLM distributes experts {reason}"
         yield Conflict(f"{ROLLOUT}.expert_parallel_size", reason, f"={devices}")
-
-
-def _check_arguments(arguments: dict[str, Any], *, is_installed: bool) -> Iterator[Conflict]:
-    """Yield engine arguments that duplicate a setting, are reserved, or do not exist in the installed vLLM."""
-    known = list_vllm_arguments() if arguments and is_installed else frozenset()
-    for name in arguments:
-        key = f"{_KEY}.{name}"
-        if name in _SETTINGS:
-            yield Conflict(key, "has its own setting", f"set {_SETTINGS[name]} instead")
-        elif name in _RESERVED:
-            yield Conflict(key, "is set by verl and cannot be changed", "remove it")
-        elif known and name not in known:
-            close = get_close_matches(name, [other for other in known if other not in _RESERVED], n=1, cutoff=0.75)
-            fix = f"did you mean {_SETTINGS.get(close[0], f'{_KEY}.{close[0]}')}?" if close else "remove it"
-            yield Conflict(key, "is not an engine argument of the installed vLLM", fix)
 
 
 def _check_attention(arguments: dict[str, Any]) -> Iterator[Conflict]:
@@ -117,10 +103,4 @@ def list_vllm_arguments() -> frozenset[str]:
     source = Path(folders[0], "engine", "arg_utils.py") if folders else None
     if source is None or not source.is_file():
         return frozenset()
-    return frozenset(
-        statement.target.id
-        for node in ast.parse(source.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
-        for statement in node.body
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-    )
+    return read_fields(source, ("EngineArgs", "AsyncEngineArgs"))
