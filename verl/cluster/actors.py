@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError, RuntimeEnvSetupError
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+)
 
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import (
@@ -31,6 +39,7 @@ from verl.cluster.hangs.pending_calls import (
 )
 from verl.cluster.hangs.registry import register_actor
 from verl.cluster.local import LocalActor
+from verl.cluster.memory_deaths import explain_death
 from verl.cluster.object_store import FULL_ERRORS, describe_full_store, get_all
 from verl.cluster.ray_private import get_session_folder
 from verl.cluster.worker_logs import get_worker_log
@@ -40,6 +49,7 @@ from verl.waiting import with_timeout
 
 DEATH_DETECTION_S = 30.0  # upper bound
 _POLL_S, _REPLY_S = 0.5, 10.0  # while a process is being replaced
+_DEATHS = (RayActorError, OutOfMemoryError)
 OUTPUT_LINES = 8  # how much of the output of a dead process its error shows
 _PORTS = range(20_000, 32_000)  # below the ephemeral ports, which the system could hand out before a server listens
 
@@ -123,18 +133,19 @@ async def _unwrap_errors(reply: Any, action: str, target: CallTarget) -> Any:
             raise error.cause from None
         if isinstance(error.cause, FULL_ERRORS):
             raise StorageError(f"{target}: {action}: {describe_full_store()}") from error
-        if isinstance(error.cause, (ObjectLostError, RayActorError)):  # an object that it reads is lost with its owner
+        if isinstance(error.cause, (ObjectLostError, *_DEATHS)):  # an object that it reads is lost with its owner
             raise ProcessLostError(
-                f"{target}: {action}: another process that it needs has died: {_summarize_death(error.cause)}"
+                f"{target}: {action}: another process that it needs has died: {await _summarize_death(error.cause)}"
             ) from error
         raise
     except FULL_ERRORS as error:
         raise StorageError(f"{target}: {action}: {describe_full_store()}") from error
     except RuntimeEnvSetupError as error:
         raise EngineError(f"{target}: its process cannot start: {error.error_message}") from error
-    except RayActorError as error:
-        loss = ProcessLostError(f"{target}: {action}: its process has died: {_summarize_death(error)}")
-        if note := _tail_output(error) + _describe_log(target, "\nAll of "):
+    except _DEATHS as error:
+        loss = ProcessLostError(f"{target}: {action}: its process has died: {await _summarize_death(error)}")
+        output = _tail_output(error) if isinstance(error, RayActorError) else ""
+        if note := output + _describe_log(target, "\nAll of "):
             loss.add_note(note.strip())
         raise loss from error
 
@@ -157,8 +168,10 @@ def _tail_output(error: RayActorError) -> str:
     return next((format_tail(file, OUTPUT_LINES) for file in files if file.stat().st_size), "")
 
 
-def _summarize_death(error: BaseException) -> str:
-    """Return Ray's message in one line, without identifiers and guesses."""
+async def _summarize_death(error: RayError) -> str:
+    """Return why a process has died in one line: what filled the memory, or Ray's message without identifiers."""
+    if reason := await explain_death(error):
+        return reason
     lines = [line.strip() for line in str(error).partition("Some common causes")[0].splitlines()]
     noise = ("class_name:", "actor_id:", "namespace:", "The actor died unexpectedly")
     return ", ".join(line for line in lines if line and not line.startswith(noise))

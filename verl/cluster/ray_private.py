@@ -8,9 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from ray._private import auto_init_hook, ray_constants, services
+from ray._private import state as ray_state
 from ray._private import worker as ray_worker
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.utils import get_ray_address_file
+from ray.core.generated.common_pb2 import NODE_OUT_OF_MEMORY  # type: ignore[attr-defined]
+from ray.core.generated.gcs_pb2 import WorkerTableData  # type: ignore[attr-defined]
 
 
 def get_address_file() -> Path:
@@ -35,6 +38,16 @@ def load_auth_token() -> None:
 def disable_auto_init() -> None:
     """Make calls without a connection fail, instead of starting another cluster."""
     auto_init_hook.enable_auto_connect = False
+
+
+def find_memory_death(actor_id: str) -> str | None:
+    """Return Ray's report on the last process of an actor that it ended for lack of memory; None if there is none."""
+    if not ray_worker.global_worker.connected:
+        return None
+    table = ray_state.state._connect_and_get_accessor().get_worker_table()
+    workers = [WorkerTableData.FromString(each) for each in table]
+    ended = [each for each in workers if each.exit_type == NODE_OUT_OF_MEMORY and actor_id in each.exit_detail]
+    return max(ended, key=lambda each: each.end_time_ms).exit_detail if ended else None
 
 
 @contextmanager

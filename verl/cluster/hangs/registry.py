@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.cluster.device_pool import run_on_node
@@ -140,7 +140,10 @@ def watch_for_hangs(
         loop.call_soon_threadsafe(lambda: setattr(progress, "finished_at", PENDING_CALLS.clock()))
         while ray.is_initialized() and ray.wait([request], timeout=0)[0]:
             ready, request = request, _registry.next_stalled.remote()
-            call_id, stalled = ray.get(ready)
+            try:
+                call_id, stalled = ray.get(ready)
+            except (RayActorError, OutOfMemoryError):  # its process has died, and is started again
+                return
             _registry.reply.remote(call_id, reporter.report(stalled))
 
     watchdog = Watchdog(PENDING_CALLS, CONTROLLER, reporter.report, on_tick)
