@@ -140,12 +140,25 @@ class MegatronMemory:
     def exchanged_bytes(self, *, trains: bool) -> int:
         """Return the bytes that a rank sends over the network for its share of a micro-batch's tokens.
 
-        Gradients and weights are exchanged once per update. Hidden states, which ranks of a node exchange in every
-        layer, are not counted.
+        Gradients and weights are exchanged once per update.
         """
         largest = max(sum(self.count_parameters(stage)) for stage in self.stages())
         share = self.settings.model_parallel_size / self.micro_batches
         return int((4 + self._compute) * largest * share) if trains else 0
+
+    @property
+    def exchanged_token_bytes(self) -> int:
+        """The bytes of hidden states per token that tensor parallel ranks send in a forward pass.
+
+        They are gathered and scattered twice per layer. Those between stages are few, and not counted.
+        """
+        return 4 * (self.settings.tensor_parallel_size - 1) * self._compute * self.shape.width * self.shape.layers
+
+    def copied_bytes(self, micro_batches: float, updates: int) -> float:
+        """Return the bytes between device and host memory, for a pass of so many micro-batches and their updates."""
+        weights = max(1, updates) * self.settings.param_offload
+        moments = updates * self.settings.optimizer_offload
+        return max(2 * (weights * self._weights(each) + moments * self._optimizer(each)) for each in self.stages())
 
     @property
     def waiting(self) -> float:

@@ -192,6 +192,23 @@ class ModelMemory:
         return gathers * self._compute * self.shape.parameters + (4 * self.shape.parameters if trains else 0)
 
     @property
+    def exchanged_token_bytes(self) -> int:
+        """The bytes per token that ranks with the same sequences exchange in a forward pass, around attention."""
+        ranks, shape = self.settings.sequence_parallel_size, self.shape
+        return self._compute * shape.layers * 2 * (shape.attention_width + shape.kv_width) * (ranks - 1) // ranks
+
+    def copied_bytes(self, micro_batches: float, updates: int) -> float:
+        """Return the bytes between device and host memory, for a pass of so many micro-batches and their updates.
+
+        With `offload_policy` every pass of a layer copies its weights, and the optimizer passes about ten times over
+        weights and moments in host memory.
+        """
+        settings, weights, moments = self.settings, self._weights, self._moments
+        if settings.offload_policy:
+            return micro_batches * weights * (3 if updates else 1) + updates * 10 * (weights + moments)
+        return 2 * (max(1, updates) * weights * settings.param_offload + updates * moments * settings.optimizer_offload)
+
+    @property
     def waiting(self) -> float:
         """How much longer an update takes because ranks wait for each other."""
         return 1.0

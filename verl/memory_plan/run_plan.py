@@ -20,10 +20,11 @@ from verl.config.schema.actor import RefConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
+from verl.memory_plan.accelerators import Device
 from verl.memory_plan.device_memory import EngineMemory, MemoryPlan, TrainMemory
 from verl.memory_plan.megatron_memory import MegatronMemory
 from verl.memory_plan.model_memory import ModelMemory, PassSize
-from verl.memory_plan.step_time import Workload
+from verl.memory_plan.step_time import Cluster, Workload
 from verl.models.model_folder import require_config
 from verl.models.model_shape import ModelShape
 from verl.training.fsdp.settings import FsdpSettings
@@ -55,11 +56,27 @@ def plan_memory(config: Config, build: BuildSettings) -> MemoryPlan:
     return MemoryPlan(models, _engine(config), _reward_share(config))
 
 
+def get_cluster(config: Config, device: Device) -> Cluster:
+    """Return the machines of a run."""
+    return Cluster(device, config.trainer.nnodes, config.trainer.n_gpus_per_node)
+
+
+def has_shared_devices(config: Config) -> bool:
+    """Return whether engines use the devices of train ranks, and not only their own."""
+    return config.actor_rollout_ref.hybrid_engine or config.actor_rollout_ref.rollout.lend_train_devices
+
+
 def get_workload(config: Config) -> Workload:
     """Return the sequences of a step, at their maximum length."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
-    epochs = get_actor_batch_sizes(config).epochs
-    return Workload(data.train_batch_size * rollout.n, data.max_prompt_length, data.max_response_length, epochs)
+    sizes = get_actor_batch_sizes(config)
+    return Workload(
+        data.train_batch_size * rollout.n,
+        data.max_prompt_length,
+        data.max_response_length,
+        sizes.epochs,
+        updates=sizes.count_optimizer_steps(data.train_batch_size) // sizes.epochs,
+    )
 
 
 def _model(config: Config, settings: EngineSettings, update: PassSize, micro_batches: int | None) -> TrainMemory:
@@ -129,8 +146,8 @@ def _on_rank(config: Config, tokens: int) -> PassSize:
 
 def _engine(config: Config) -> EngineMemory | None:
     rollout = config.actor_rollout_ref.rollout
-    if not (config.actor_rollout_ref.hybrid_engine or rollout.lend_train_devices):
-        return None  # it has devices of its own
+    if not has_shared_devices(config):
+        return None
     return EngineMemory(
         ModelShape.from_config(require_config(config.actor_rollout_ref.model.path)),
         share=rollout.gpu_memory_utilization,

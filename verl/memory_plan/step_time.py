@@ -14,6 +14,8 @@ from verl.memory_plan.device_memory import ENGINE_BYTES, EngineMemory, MemoryPla
 COMPUTE_EFFICIENCY = 0.4  # share of a device's operations per second, in training and prefill
 MEMORY_EFFICIENCY = 0.6  # share of a device's bandwidth, in decoding
 LINK_EFFICIENCY = 0.7
+ALL_REDUCE_SECONDS = 20e-6  # of a small one; on H100, 0.25 to 1 MB took vLLM 13 to 45 µs (sgl-project/sglang#2904)
+HOST_SECONDS = 10e-6  # in which an engine schedules and returns one token of one sequence, while devices compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,16 @@ class Cluster:
     @property
     def link(self) -> float:
         """Bytes per second and device of collectives over all ranks."""
-        return LINK_EFFICIENCY * (self.device.link if self.nodes == 1 else self.device.network)
+        return self.get_link(self.ranks)
+
+    def get_link(self, ranks: int) -> float:
+        """Return the bytes per second and device of collectives over that many neighbors."""
+        return LINK_EFFICIENCY * (self.device.link if ranks <= self.per_node else self.device.network)
+
+    @property
+    def host(self) -> float:
+        """Bytes per second between a device and host memory."""
+        return LINK_EFFICIENCY * self.device.host
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,7 @@ class Workload:
     prompt: int
     response: int
     epochs: int = 1
+    updates: int = 1  # optimizer steps per epoch
 
     @property
     def tokens(self) -> int:
@@ -58,9 +70,14 @@ def estimate_seconds(run: MemoryPlan, cluster: Cluster, load: Workload) -> dict[
     trained = [model for model in run.models.values() if model.update is not None]
     seconds["update"] = load.epochs * sum(_pass(model, cluster, load, trains=True) for model in trained)
     sent = ENGINE_BYTES * actor.shape.parameters
-    seconds["weight sync"] = sent / (LINK_EFFICIENCY * cluster.device.host) + sent / cluster.link
-    seconds["save"] = actor.saved_bytes / (LINK_EFFICIENCY * cluster.device.host)
+    seconds["weight sync"] = (sent + actor.copied_bytes(1, 0)) / cluster.host + sent / cluster.link
+    seconds["save"] = actor.saved_bytes / cluster.host
     return seconds
+
+
+def estimate_step(run: MemoryPlan, cluster: Cluster, load: Workload) -> float:
+    """Return the seconds of a step after which nothing is saved."""
+    return sum(value for phase, value in estimate_seconds(run, cluster, load).items() if phase != "save")
 
 
 def suggest_split(seconds: dict[str, float], ranks: int, multiple: int) -> tuple[int, int] | None:
@@ -78,7 +95,11 @@ def suggest_split(seconds: dict[str, float], ranks: int, multiple: int) -> tuple
 
 
 def _pass(model: TrainMemory, cluster: Cluster, load: Workload, *, trains: bool) -> float:
-    """Return the seconds of all micro-batches: computing, or communication if that takes longer."""
+    """Return the seconds of all micro-batches.
+
+    Computing, and what ranks that share sequences or matrices exchange in every layer; or the exchange of weights and
+    gradients, if that takes longer; and copies of what is offloaded.
+    """
     shape, size = model.shape, model.update if trains and model.update is not None else model.forward
     context = (load.prompt + load.response) / 2  # a token attends to half of its sequence on average
     operations = shape.count_operations(context)
@@ -86,9 +107,12 @@ def _pass(model: TrainMemory, cluster: Cluster, load: Workload, *, trains: bool)
     factor = 1 + backward if trains else 1
     tokens = load.tokens / cluster.ranks
     computing = factor * operations * tokens / (COMPUTE_EFFICIENCY * cluster.device.flops)
+    exchanging = (backward if trains else 1) * tokens * model.exchanged_token_bytes / cluster.get_link(1)
     passes = max(1.0, tokens / max(1, size.tokens))
     waiting = model.waiting if trains else 1.0
-    return max(waiting * computing, passes * model.exchanged_bytes(trains=trains) / cluster.link)
+    copying = model.copied_bytes(passes, load.updates if trains else 0) / cluster.host
+    gathering = passes * model.exchanged_bytes(trains=trains) / cluster.link
+    return max(waiting * (computing + exchanging), gathering) + copying
 
 
 def _generation(engine: EngineMemory, cluster: Cluster, load: Workload) -> float:
@@ -106,4 +130,14 @@ def _generation(engine: EngineMemory, cluster: Cluster, load: Workload) -> float
         MEMORY_EFFICIENCY * device.bandwidth
     )
     computing = 2 * shape.active_parameters * at_once / (COMPUTE_EFFICIENCY * device.flops * engine.width)
-    return prefill + max(per_token, computing) * load.response * max(1.0, own / at_once)
+    per_step = max(per_token, computing, HOST_SECONDS * at_once) + _all_reduces(engine, cluster, at_once)
+    prefill += _all_reduces(engine, cluster, own * load.prompt)
+    return prefill + per_step * load.response * max(1.0, own / at_once)
+
+
+def _all_reduces(engine: EngineMemory, cluster: Cluster, tokens: float) -> float:
+    """Return the seconds in which the devices of an engine add up hidden states, twice per layer."""
+    if engine.width == 1:
+        return 0.0
+    sent = 2 * ENGINE_BYTES * tokens * engine.shape.width * (engine.width - 1) / engine.width
+    return 2 * engine.shape.layers * (ALL_REDUCE_SECONDS + sent / cluster.get_link(engine.width))
