@@ -9,16 +9,18 @@ from dataclasses import replace
 
 from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
 from verl.config.load import load
-from verl.config.paths import change_settings
 from verl.config.schema import MISSING, Config
 from verl.config.train_engines import get_train_engine
 from verl.errors import ConfigError, VerlError
 from verl.memory_plan.accelerators import DEVICES, GIB, Device
 from verl.memory_plan.device_memory import USABLE, MemoryPlan
 from verl.memory_plan.model_memory import Usage
-from verl.memory_plan.run_plan import get_workload, plan_memory
+from verl.memory_plan.run_plan import get_cluster, get_workload, plan_memory
 from verl.memory_plan.step_time import Cluster, Workload, estimate_seconds, suggest_split
-from verl.memory_plan.suggestions import SettingsChange, describe_current, format_changes, suggest_settings
+from verl.memory_plan.suggestions import Suggestion, describe_current, format_changes, rank_suggestions
+
+MUCH_FASTER = 1.3
+"""How much faster another width of engines must be estimated to be, to be mentioned if a run fits."""
 
 HELP = f"""\
 usage: verl plan [--nodes N] [--gpus N] [--device NAME] [--memory GIB] [--json] [settings]
@@ -73,44 +75,69 @@ def read_arguments(argv: Sequence[str]) -> tuple[Config, Device, bool]:
 def _plan(config: Config, device: Device, *, as_json: bool) -> int:
     from verl.trainer.build.worker_settings import train_settings  # imports Ray, after the settings
 
-    run, load = plan_memory(config, train_settings), get_workload(config)
-    cluster = Cluster(device, config.trainer.nnodes, config.trainer.n_gpus_per_node)
-    problems = run.problems(device.memory)
-    changes = suggest_settings(config, device.memory, train_settings) if problems else []
+    run, load, cluster = plan_memory(config, train_settings), get_workload(config), get_cluster(config, device)
+    problems, ranked = run.problems(device.memory), rank_suggestions(config, device, train_settings)
+    best = ranked[0] if problems and ranked else None
     if as_json:
         report = {
             "parameters": run.models["actor"].shape.parameters,
             "memory": {phase: dict(usage.items()) for phase, usage in run.phases(device.memory).items()},
             "seconds": estimate_seconds(run, cluster, load),
             "problems": problems,
-            "changes": {key: value for change in changes for key, value in change.values.items()},
+            "changes": {} if best is None else best.values,
+            "ranking": [
+                {"changes": each.values, "seconds": each.seconds, "memory": each.plan.peak(device.memory)}
+                for each in ranked
+            ],
         }
         sys.stdout.write(json.dumps(report) + "\n")
     else:
-        lines = [*_describe(run, cluster), "", *_memory_table(run, device), "", *_verdict(config, problems, changes)]
-        if changes:
-            values = {key: value for change in changes for key, value in change.values.items()}
-            run = plan_memory(change_settings(config, values), train_settings)
+        lines = [*_describe(run, cluster), "", *_memory_table(run, device), "", *_verdict(config, problems, ranked)]
+        if best is not None:
+            run = best.plan
             lines += ["", *_memory_table(run, device)]
+        if len(ranked) > 1:
+            lines += ["", *_ranking(ranked, device)]
         lines += ["", *_time_table(run, cluster, load)]
         sys.stdout.write("\n".join(lines) + "\n")
-    return int(bool(problems) and not changes)
+    return int(bool(problems) and best is None)
 
 
-def _verdict(config: Config, problems: Mapping[str, str], changes: Sequence[SettingsChange]) -> list[str]:
+def _verdict(config: Config, problems: Mapping[str, str], ranked: Sequence[Suggestion]) -> list[str]:
     if not problems:
-        return ["Every phase fits."]
+        return ["Every phase fits.", *_faster_width(config, ranked)]
     lines = ["It does not fit:", *(f"  {phase}: {problem}" for phase, problem in problems.items()), ""]
-    if not changes:
+    if not ranked:
         lines.append("No settings make it fit: use more accelerators (--nodes) or shorter sequences.")
         if "adapters" in get_train_engine(config.actor_rollout_ref.actor.strategy).capabilities:
             lines.append("An adapter also needs less memory (actor_rollout_ref.actor.peft.lora_rank).")
         return lines
-    rows = [
+    return [*lines, "It fits with:", *_list_changes(config, ranked[0])]
+
+
+def _faster_width(config: Config, ranked: Sequence[Suggestion]) -> list[str]:
+    """Return the width of engines with which a run that fits would be much faster."""
+    best, as_set = ranked[0], next(each for each in ranked if not each.changes)
+    if as_set.seconds < MUCH_FASTER * best.seconds:
+        return []
+    title = f"A step is estimated to be {as_set.seconds / best.seconds:.1f} times faster with:"
+    return ["", title, *_list_changes(config, best)]
+
+
+def _list_changes(config: Config, suggestion: Suggestion) -> list[str]:
+    return [
         f"  {' '.join(format_changes([change]))}  (now {describe_current(config, change)}; {change.cost})"
-        for change in changes
+        for change in suggestion.changes
     ]
-    return [*lines, "It fits with:", *rows]
+
+
+def _ranking(ranked: Sequence[Suggestion], device: Device) -> list[str]:
+    """Return the table of the best settings for each width of engines."""
+    lines = ["The best settings for each width of engines, by estimate:", "  s/step   GiB  settings"]
+    for each in ranked:
+        settings = " ".join(format_changes(each.changes)).replace("actor_rollout_ref.", "") or "as set"
+        lines.append(f"{each.seconds:>8,.4g}{each.plan.peak(device.memory) / GIB:>6.1f}  {settings}")
+    return lines
 
 
 def _describe(run: MemoryPlan, cluster: Cluster) -> list[str]:

@@ -111,6 +111,10 @@ class MemoryPlan:
             problems["generation"] = f"the engine has {have} left for its cache after {weights:.1f} GiB of weights"
         return problems
 
+    def peak(self, memory: int) -> int:
+        """Return the highest usage of all phases."""
+        return max(usage.total for usage in self.phases(memory).values())
+
     def shortfall(self, memory: int) -> int:
         """Return the bytes by which the run does not fit, over all phases, and what an engine lacks for its cache."""
         usable = int(USABLE * memory)

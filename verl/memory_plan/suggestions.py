@@ -1,28 +1,30 @@
-"""Suggests settings with which a run fits into memory: the cheapest changes first, and no more than are needed."""
+"""Suggests settings with which a run fits into memory: the fastest layout, and as few other changes as possible."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from math import gcd, inf
 from typing import Any
 
-from verl.config.batch_sizes import count_train_ranks, get_max_sequence_tokens
+from verl.config.batch_sizes import count_engine_devices, count_train_ranks, get_max_sequence_tokens
 from verl.config.features import uses_critic
 from verl.config.paths import change_settings, format_value, get_value
-from verl.config.schema.conditions import ACTOR, ROLLOUT
+from verl.config.rollout_engines import get_rollout_engine
+from verl.config.schema.actor import ActorConfig
+from verl.config.schema.conditions import ACTOR, REF, ROLLOUT
+from verl.config.schema.critic import CriticConfig
 from verl.config.schema.root import Config
 from verl.config.train_engines import get_train_engine
 from verl.errors import ConfigError
-from verl.memory_plan.accelerators import GIB
+from verl.memory_plan.accelerators import GIB, Device, assume_device
 from verl.memory_plan.device_memory import MemoryPlan
-from verl.memory_plan.run_plan import BuildSettings, plan_memory
+from verl.memory_plan.run_plan import BuildSettings, get_cluster, get_workload, has_shared_devices, plan_memory
+from verl.memory_plan.step_time import estimate_step
 from verl.models.model_folder import read_config
 from verl.models.model_support import heads_problem
-
-_MODEL, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 
 Changes = Mapping[str, Any]
 """Key of a setting -> value."""
@@ -30,6 +32,9 @@ Changes = Mapping[str, Any]
 
 Evaluate = Callable[[Changes], MemoryPlan | None]
 """Returns the memory of a run with changed settings, None if they cannot be combined."""
+
+NOTICEABLE = 1.05
+"""How much faster a step must be estimated to be, to be worth another change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +45,24 @@ class SettingsChange:
     cost: str
 
 
+Layout = tuple[SettingsChange, ...]
+"""Changes of how devices share models, empty for the layout of the run."""
+
+
 def find_changes(evaluate: Evaluate, options: Sequence[SettingsChange], memory: int) -> list[SettingsChange]:
     """Return the changes with which a run fits on devices with `memory` bytes; empty if none of them suffice.
 
-    `options` are tried in order; an option that does not help is dropped.
+    `options` are tried in order; an option that does not help is dropped. All of them need the least memory.
     """
 
     def count_missing(changes: Sequence[SettingsChange]) -> float:
         plan = evaluate(_merge(changes))
-        return math.inf if plan is None else plan.shortfall(memory)
+        return inf if plan is None else plan.shortfall(memory)
 
     chosen: list[SettingsChange] = []
     missing = count_missing([])
+    if not missing or count_missing(options):
+        return []
     for option in options:
         if not missing:
             break
@@ -86,8 +97,32 @@ def _drop_replaced(changes: Sequence[SettingsChange]) -> list[SettingsChange]:
     ]
 
 
-def suggest_settings(config: Config, memory: int, build: BuildSettings) -> list[SettingsChange]:
-    """Return the changes with which a run fits on devices with `memory` bytes; empty if none is found."""
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """Changes with which a run fits, its memory with them, and the estimated seconds of a step."""
+
+    changes: tuple[SettingsChange, ...]
+    plan: MemoryPlan
+    seconds: float
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The new values of settings, by their keys."""
+        return _merge(self.changes)
+
+    def is_better(self, other: Suggestion | None) -> bool:
+        """Whether this one is clearly faster, or about as fast and changes fewer settings."""
+        if other is None or self.seconds * NOTICEABLE < other.seconds:
+            return True
+        return self.seconds <= other.seconds * NOTICEABLE and len(self.values) < len(other.values)
+
+
+def rank_suggestions(config: Config, device: Device, build: BuildSettings) -> list[Suggestion]:
+    """Return settings with which a run fits: the best for each width of engines, and the best of all first.
+
+    If the run fits as it is set, nothing but that width is changed.
+    """
+    cluster, load = get_cluster(config, device), get_workload(config)
 
     def evaluate(values: Changes) -> MemoryPlan | None:
         try:
@@ -95,15 +130,42 @@ def suggest_settings(config: Config, memory: int, build: BuildSettings) -> list[
         except ConfigError:  # a layout that the model or the number of ranks does not permit
             return None
 
-    options = list(_options(config))
-    for layout in ((), *((each,) for each in _layout_options(config))):
-        given = _merge(layout)
-        if (run := evaluate(given)) is None:
-            continue
-        changes = find_changes(partial(_evaluate_with, evaluate, given), options, memory)
-        if changes or not run.shortfall(memory):
-            return [*layout, *changes]
-    return []
+    def suggest(changes: Sequence[SettingsChange]) -> Suggestion | None:
+        plan = evaluate(_merge(changes))
+        if plan is None or (plan.engine is not None and plan.engine.missing_cache(device.memory)):
+            return None  # no other setting gives an engine a cache
+        return Suggestion(tuple(changes), plan, estimate_step(plan, cluster, load))
+
+    def find_best(width: Layout, options: Sequence[SettingsChange]) -> Suggestion | None:
+        """Return the best suggestion with engines of that width. A layout is only made slower by further options."""
+        best = None
+        candidates = filter(None, (suggest((*width, *layout)) for layout in layouts))
+        for candidate in sorted(candidates, key=lambda each: each.seconds):
+            if candidate.is_better(best):
+                changes = find_changes(partial(_evaluate_with, evaluate, candidate.values), options, device.memory)
+                found = suggest((*candidate.changes, *changes)) if changes else candidate
+                if found is not None and not found.plan.shortfall(device.memory) and found.is_better(best):
+                    best = found
+        return best
+
+    as_set = evaluate({})
+    fits = as_set is not None and not as_set.shortfall(device.memory)
+    layouts, options = ([()], []) if fits else (list(_layouts(config)), list(_options(config)))
+    for more in ([], list(_last_resort(config))):
+        found = [each for width in _engine_widths(config) if (each := find_best(width, [*options, *more])) is not None]
+        if found:
+            break
+    best: Suggestion | None = None
+    for each in found:
+        best = each if each.is_better(best) else best
+    return sorted(found, key=lambda each: (each is not best, each.seconds))
+
+
+def suggest_settings(config: Config, device: Device, build: BuildSettings) -> list[SettingsChange]:
+    """Return the changes with which a run fits on such devices; empty if it fits as it is set, or if none are found."""
+    ranked = rank_suggestions(config, device, build)
+    fits_as_set = any(not each.changes for each in ranked)
+    return [] if fits_as_set or not ranked else list(ranked[0].changes)
 
 
 def _evaluate_with(evaluate: Evaluate, given: Changes, values: Changes) -> MemoryPlan | None:
@@ -119,7 +181,7 @@ def memory_note(config: Config, memory: int, build: BuildSettings) -> str | None
     if not problems:
         return None
     phases = "; ".join(f"{phase}: {problem}" for phase, problem in problems.items())
-    changes = suggest_settings(config, memory, build)
+    changes = suggest_settings(config, assume_device(memory), build)
     fix = "; it fits with " + " ".join(format_changes(changes)) if changes else "; `verl plan` says more"
     return f"by estimate, this run does not fit into the {memory / GIB:.0f} GiB of a device: {phases}{fix}"
 
@@ -136,57 +198,105 @@ def describe_current(config: Config, change: SettingsChange) -> str:
 
 def _options(config: Config) -> Iterator[SettingsChange]:
     """Yield changes that reduce memory, in the order of docs/out_of_memory.md: each costs more than those before."""
-    model, actor, rollout = (
-        config.actor_rollout_ref.model,
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.rollout,
-    )
-    if not model.enable_gradient_checkpointing:
-        yield SettingsChange({f"{_MODEL}.enable_gradient_checkpointing": True}, "about a third more time per update")
-    if actor.strategy == "fsdp2" and not actor.fsdp_config.reshard_after_forward:
-        yield SettingsChange({f"{ACTOR}.fsdp_config.reshard_after_forward": True}, "layers are gathered twice")
-    if rollout.free_cache_engine is False:
+    actor, trained = config.actor_rollout_ref.actor, _trained_models(config)
+    cost = "about a third more time per update"
+    if not config.actor_rollout_ref.model.enable_gradient_checkpointing:
+        yield SettingsChange({"actor_rollout_ref.model.enable_gradient_checkpointing": True}, cost)
+    if uses_critic(config) and not config.critic.model.enable_gradient_checkpointing:
+        yield SettingsChange({"critic.model.enable_gradient_checkpointing": True}, cost)
+    for key, model in trained.items():
+        if model.strategy == "fsdp2" and not model.fsdp_config.reshard_after_forward:
+            yield SettingsChange({f"{key}.fsdp_config.reshard_after_forward": True}, "layers are gathered twice")
+    if config.actor_rollout_ref.rollout.free_cache_engine is False:
         yield SettingsChange({f"{ROLLOUT}.free_cache_engine": True}, "the engine wakes up once per step")
     yield from _offload_options(config)
-    width = rollout.tensor_model_parallel_size
-    for size in (2, 4, 8):
-        if size > width and config.trainer.n_gpus_per_node % size == 0:
-            yield SettingsChange({f"{ROLLOUT}.tensor_model_parallel_size": size}, f"one engine per {size} devices")
-    limit = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
-    least = get_max_sequence_tokens(config) if actor.use_dynamic_bsz else 1
-    value = getattr(actor, limit) // 2
-    while value >= least:
-        yield SettingsChange({f"{ACTOR}.{limit}": value}, "smaller passes, a little slower")
-        value //= 2
-    for size in (2, 4, 8) if actor.strategy == "fsdp2" else ():
-        fits = config.trainer.n_gpus_per_node % size == 0 and not heads_problem(model.path, size)
-        if size > actor.ulysses_sequence_parallel_size and fits:
-            cost = f"{size} ranks share each sequence, and exchange it twice per layer"
-            yield SettingsChange({f"{ACTOR}.ulysses_sequence_parallel_size": size}, cost)
-    for share in (0.6, 0.7, 0.8, 0.4, 0.3, 0.2):
-        yield SettingsChange({f"{ROLLOUT}.gpu_memory_utilization": share}, "share of a device for the engine")
-    if actor.strategy == "fsdp2":
-        cost = "AdamW runs on the CPU, and every pass copies all weights"
-        yield SettingsChange({f"{ACTOR}.fsdp_config.offload_policy": True}, cost)
+    for key, model in trained.items():
+        is_dynamic = actor.use_dynamic_bsz if model.use_dynamic_bsz is None else model.use_dynamic_bsz
+        limit = "ppo_max_token_len_per_gpu" if is_dynamic else "ppo_micro_batch_size_per_gpu"
+        least = get_max_sequence_tokens(config) if is_dynamic else 1
+        value = (getattr(model, limit) or getattr(actor, limit)) // 2
+        while value >= least:
+            yield SettingsChange({f"{key}.{limit}": value}, "smaller passes, a little slower")
+            value //= 2
+
+
+def _trained_models(config: Config) -> dict[str, ActorConfig | CriticConfig]:
+    """Return the settings of the trained models by their keys."""
+    return {ACTOR: config.actor_rollout_ref.actor} | ({"critic": config.critic} if uses_critic(config) else {})
+
+
+def _last_resort(config: Config) -> Iterator[SettingsChange]:
+    """Yield the changes that are proposed only if nothing else suffices."""
+    for key, model in _trained_models(config).items():
+        if model.strategy == "fsdp2":
+            cost = "AdamW runs on the CPU, and every pass copies all weights"
+            yield SettingsChange({f"{key}.fsdp_config.offload_policy": True}, cost)
 
 
 def _offload_options(config: Config) -> Iterator[SettingsChange]:
     """Yield what the training engine can keep off the device while it is idle."""
-    actor, section = config.actor_rollout_ref.actor, get_train_engine(config.actor_rollout_ref.actor.strategy).section
-    if actor.strategy == "megatron":
-        yield SettingsChange({f"{ACTOR}.megatron.grad_offload": True}, "gradients are zeroed once per update")
-    yield SettingsChange({f"{_REF}.{section}.param_offload": True}, "a copy of the reference each way per step")
-    yield SettingsChange({f"{ACTOR}.{section}.optimizer_offload": True}, "a copy of the moments each way per update")
-    cost = "a copy of the weights each way, a few times per step"
-    yield SettingsChange({f"{ACTOR}.{section}.param_offload": True}, cost)
+    sections = {
+        key: f"{key}.{get_train_engine(model.strategy).section}" for key, model in _trained_models(config).items()
+    }
+    for section in sections.values():
+        if section.endswith(".megatron"):
+            yield SettingsChange({f"{section}.grad_offload": True}, "gradients are zeroed once per update")
+    reference = sections[ACTOR].replace(ACTOR, REF)
+    yield SettingsChange({f"{reference}.param_offload": True}, "a copy of the reference each way per step")
+    for section in sections.values():
+        yield SettingsChange({f"{section}.optimizer_offload": True}, "a copy of the moments each way per update")
+    for section in sections.values():
+        cost = "a copy of the weights each way, a few times per step"
+        yield SettingsChange({f"{section}.param_offload": True}, cost)
 
 
-def _layout_options(config: Config) -> Iterator[SettingsChange]:
-    """Yield layouts of Megatron-Core that the model and the ranks permit, those over fewest ranks first."""
-    if config.actor_rollout_ref.actor.strategy != "megatron":
-        return
+def _engine_widths(config: Config) -> Iterator[Layout]:
+    """Yield the numbers of devices of an engine that the model and the machines permit."""
+    yield ()
+    rollout, path = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path
+    others = count_engine_devices(config) // rollout.tensor_model_parallel_size
+    per_node = gcd(count_train_ranks(config), config.trainer.n_gpus_per_node)
+    for size in (1, 2, 4, 8) if _can_set(config, "tensor_model_parallel_size") else ():
+        fits = per_node % (size * others) == 0 and not heads_problem(path, size)
+        if fits and size != rollout.tensor_model_parallel_size:
+            devices = f"{size * others} device{'s' * (size * others > 1)}"
+            yield (SettingsChange({f"{ROLLOUT}.tensor_model_parallel_size": size}, f"one engine per {devices}"),)
+
+
+def _layouts(config: Config) -> Iterator[Layout]:
+    """Yield how train ranks share sequences or layers, combined with how much of a device engines use."""
+    current = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    shares = sorted((0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), key=lambda share: abs(share - current))
+    changes = [
+        SettingsChange({f"{ROLLOUT}.gpu_memory_utilization": share}, "share of a device for the engine")
+        for share in (shares if _can_set(config, "gpu_memory_utilization") else ())
+        if share != current
+    ]
+    is_megatron = config.actor_rollout_ref.actor.strategy == "megatron"
+    train = _megatron_layouts(config) if is_megatron else _ulysses_sizes(config)
+    for layout in product([None, *train], [None, *changes]):
+        yield tuple(change for change in layout if change is not None)
+
+
+def _can_set(config: Config, name: str) -> bool:
+    """Return whether engines have a setting, and use the devices of train ranks."""
+    rollout = config.actor_rollout_ref.rollout
+    return has_shared_devices(config) and name in get_rollout_engine(rollout.name).capabilities.settings
+
+
+def _ulysses_sizes(config: Config) -> Iterator[SettingsChange]:
+    """Yield the numbers of ranks that may share each sequence."""
+    actor, path = config.actor_rollout_ref.actor, config.actor_rollout_ref.model.path
+    for size in (2, 4, 8) if actor.strategy == "fsdp2" else ():
+        fits = config.trainer.n_gpus_per_node % size == 0 and not heads_problem(path, size)
+        if size > actor.ulysses_sequence_parallel_size and fits:
+            cost = f"{size} ranks share each sequence, and exchange it twice per layer"
+            yield SettingsChange({f"{ACTOR}.ulysses_sequence_parallel_size": size}, cost)
+
+
+def _megatron_layouts(config: Config) -> Iterator[SettingsChange]:
+    """Yield layouts of Megatron-Core that the model and the ranks permit."""
     ranks, content = count_train_ranks(config), read_config(config.actor_rollout_ref.model.path)
-    sections = (ACTOR, "critic") if uses_critic(config) else (ACTOR,)
     experts, heads, layers = (
         [size for size in range(1, ranks + 1) if int(content.get(name) or 1) % size == 0]
         for name in ("num_experts", "num_key_value_heads", "num_hidden_layers")
@@ -197,9 +307,9 @@ def _layout_options(config: Config) -> Iterator[SettingsChange]:
         if config.trainer.n_gpus_per_node % tensor == ranks % (tensor * pipeline) == ranks % (pipeline * expert) == 0
     ]
     names = [f"megatron.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")]
-    for layout in sorted(layouts, key=lambda sizes: (sizes[0] * sizes[1], sizes[1], sizes[2])):
+    for layout in layouts:
         values = dict(zip(names, layout, strict=True))
-        changes = {f"{section}.{name}": size for section in sections for name, size in values.items()}
+        changes = {f"{section}.{name}": size for section in _trained_models(config) for name, size in values.items()}
         new = {key: size for key, size in changes.items() if get_value(config, key) != size}
         if new:
             yield SettingsChange(new, "tensor ranks exchange tokens in every layer, and stages wait for each other")

@@ -29,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from verl.config.load import load
 from verl.config.paths import change_settings
+from verl.memory_plan.accelerators import assume_device
 from verl.memory_plan.device_memory import USABLE
 from verl.memory_plan.model_memory import ModelMemory, PassSize
 from verl.memory_plan.run_plan import plan_memory
@@ -201,7 +202,7 @@ def make_plans():
     with tempfile.TemporaryDirectory() as name:
         for model, ranks in PLANS.items():
             config = load_config(Path(name), model, ranks)
-            changes = suggest_settings(config, MEMORY, train_settings)
+            changes = suggest_settings(config, assume_device(MEMORY), train_settings)
             changed = change_settings(config, {key: value for each in changes for key, value in each.values.items()})
             run = plan_memory(changed, train_settings)
             plans[model] = format_changes(changes), not run.problems(MEMORY), run

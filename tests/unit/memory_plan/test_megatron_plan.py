@@ -13,12 +13,13 @@ from verl.config.load import load
 from verl.config.paths import change_settings
 from verl.config.schema import Config
 from verl.errors import ConfigError
-from verl.memory_plan.accelerators import GIB
+from verl.memory_plan.accelerators import GIB, assume_device
 from verl.memory_plan.megatron_memory import MegatronMemory
 from verl.memory_plan.model_memory import PassSize
 from verl.memory_plan.out_of_memory import rl_memory_advice
-from verl.memory_plan.run_plan import plan_memory
-from verl.memory_plan.suggestions import suggest_settings
+from verl.memory_plan.run_plan import get_cluster, get_workload, plan_memory
+from verl.memory_plan.step_time import estimate_step
+from verl.memory_plan.suggestions import rank_suggestions, suggest_settings
 from verl.models.model_shape import ModelShape
 from verl.trainer.build.worker_settings import train_settings
 from verl.training.megatron.settings import MegatronSettings
@@ -45,10 +46,23 @@ def config(tmp_path: Path) -> Load:
 def test_a_layout_is_proposed_with_which_a_large_model_fits(config: Load, model: str, nodes: int) -> None:
     settings = config(model, nodes)
     assert plan_memory(settings, train_settings).problems(MEMORY)
-    changes = suggest_settings(settings, MEMORY, train_settings)
+    changes = suggest_settings(settings, assume_device(MEMORY), train_settings)
     values = {key: value for change in changes for key, value in change.values.items()}
     assert plan_memory(change_settings(settings, values), train_settings).problems(MEMORY) == {}
     assert not any("fsdp" in key or "lora" in key for key in values)
+
+
+def test_the_fastest_layout_that_fits_is_proposed(config: Load) -> None:
+    settings = config("Qwen2.5-32B", 4)
+    device = assume_device(MEMORY)
+    best = rank_suggestions(settings, device, train_settings)[0]
+    assert best.values[f"{A}.megatron.tensor_model_parallel_size"] == 4
+    for layout in ((8, 1), (4, 2), (2, 4)):
+        names = (f"{A}.megatron.{kind}_model_parallel_size" for kind in ("tensor", "pipeline"))
+        changed = change_settings(settings, {**best.values, **dict(zip(names, layout, strict=True))})
+        plan = plan_memory(changed, train_settings)
+        seconds = estimate_step(plan, get_cluster(changed, device), get_workload(changed))
+        assert plan.problems(MEMORY) or seconds > best.seconds
 
 
 @pytest.mark.parametrize(("model", "nodes"), [("Qwen3-30B-A3B", 2), ("Qwen3-235B-A22B", 16)])
