@@ -43,11 +43,12 @@ test: ## tests with processes and engines that CI runs at this commit (ROTATION=
 bench: ## print figures, assert nothing
 	$(PYTEST) -m bench
 
-docs: ## regenerate the settings reference, the rules of the diagnosis, the files of a step, and the dashboard
+docs: ## regenerate the settings reference, rules of the diagnosis, files of a step, plans of recipes, the dashboard
 	PYTHONPATH=. $(PYTHON) tests/settings_pages.py > docs/settings.md
 	PYTHONPATH=. $(PYTHON) tests/settings_pages.py --sft > docs/settings_sft.md
 	PYTHONPATH=. $(PYTHON) tests/diagnosis_page.py --write
 	PYTHONPATH=. $(PYTHON) tests/step_files.py --write
+	PYTHONPATH=. $(PYTHON) tests/recipe_plans.py --write
 	$(PYTHON) tests/grafana_dashboard.py > examples/monitoring/grafana_dashboard.json
 
 site: ## build the documentation site into site/
