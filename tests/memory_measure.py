@@ -32,9 +32,8 @@ from verl.training.fsdp.model import PackedCausalLM, PackedModel
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.kernels import attention
 from verl.training.kernels.attention import PACKED_ATTENTION, register_attention
-from verl.training.kernels.logprobs import default_chunk
 from verl.training.offload import Offloader
-from verl.training.settings import EngineSettings
+from verl.training.settings import EngineSettings, default_chunk
 from verl.training.tensors import parse_dtype
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl.memory_plan.model_memory import CHUNK_POSITIONS, PROBE_TOKENS, SYNC_BYTES, PassSize, Usage, highest, itemsize
+from verl.memory_plan.model_memory import PROBE_TOKENS, SYNC_BYTES, PassSize, Usage, highest, itemsize
 from verl.models.model_shape import ModelShape
 from verl.training.megatron.settings import MegatronSettings
+from verl.training.settings import default_chunk
 
 CHUNKS = 4  # float32 copies of a chunk of logits that exist at once
 GATHERED = 3  # hidden states of all tokens in the backward pass of a layer: gathered inputs, and their gradients
@@ -223,7 +224,8 @@ class MegatronMemory:
         if shape.has_value_head:
             return Usage(activations=states)
         part = -(-shape.vocabulary // tensor)
-        chunk = min(self.settings.logprob_chunk or CHUNK_POSITIONS, size.trained)
+        default = default_chunk(self.settings.device, shape.vocabulary)
+        chunk = min(self.settings.logprob_chunk or default, size.trained)
         gradient = (4 + b) * part * shape.width if trains else 0
         return Usage(activations=states, logits=CHUNKS * 4 * chunk * part + gradient)
 

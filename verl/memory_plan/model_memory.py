@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields
 
 from verl.models.model_shape import ModelShape
 from verl.training.fsdp.settings import FsdpSettings
+from verl.training.settings import default_chunk
 
 PHASES = ("load", "log-probs", "update", "weight sync", "probe", "save")
-CHUNK_LOGITS, CHUNK_POSITIONS = 1 << 24, 1024  # as in verl.training.kernels.logprobs, on the CPU and on accelerators
 SYNC_BYTES = 2  # per weight that is sent to an engine
 PROBE_TOKENS = 256  # of the sequences that are compared after a weight sync
 
@@ -299,8 +299,7 @@ class ModelMemory:
         """Return the bytes of one chunk of logits in float32."""
         if self.shape.has_value_head:
             return 0
-        default = max(1, CHUNK_LOGITS // self.shape.vocabulary) if self.settings.device == "cpu" else CHUNK_POSITIONS
-        chunk = self.settings.logprob_chunk or default
+        chunk = self.settings.logprob_chunk or default_chunk(self.settings.device, self.shape.vocabulary)
         return 4 * min(chunk, size.trained) * self.shape.vocabulary
 
     def _kept_activations(self, size: PassSize) -> tuple[int, int]:

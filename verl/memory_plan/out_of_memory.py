@@ -10,6 +10,7 @@ from verl.config.schema.critic import CriticConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftModelConfig
 from verl.config.train_engines import get_train_engine
+from verl.training.settings import CHUNK_POSITIONS
 
 _OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 
@@ -31,6 +32,7 @@ def rl_memory_advice(config: Config) -> str:
         switches |= list_offload_settings("critic", critic)
     if config.distillation.enable:
         switches["distillation.teacher.param_offload"] = config.distillation.teacher.param_offload
+    limits["actor_rollout_ref.model.logprob_chunk_size"] = model.logprob_chunk_size or CHUNK_POSITIONS
     limits["actor_rollout_ref.rollout.gpu_memory_utilization"] = rollout.gpu_memory_utilization
     return format_memory_advice(limits, switches)
 

@@ -25,6 +25,9 @@ from verl.memory_plan.run_plan import BuildSettings, get_cluster, get_workload, 
 from verl.memory_plan.step_time import estimate_step
 from verl.models.model_folder import read_config
 from verl.models.model_support import heads_problem
+from verl.training.settings import CHUNK_POSITIONS
+
+_SMALL_CHUNK = 1024
 
 Changes = Mapping[str, Any]
 """Key of a setting -> value."""
@@ -199,6 +202,9 @@ def describe_current(config: Config, change: SettingsChange) -> str:
 def _options(config: Config) -> Iterator[SettingsChange]:
     """Yield changes that reduce memory, in the order of docs/out_of_memory.md: each costs more than those before."""
     actor, trained = config.actor_rollout_ref.actor, _trained_models(config)
+    if (config.actor_rollout_ref.model.logprob_chunk_size or CHUNK_POSITIONS) > _SMALL_CHUNK:
+        change = {"actor_rollout_ref.model.logprob_chunk_size": _SMALL_CHUNK}
+        yield SettingsChange(change, "smaller chunks, a little slower")
     cost = "about a third more time per update"
     if not config.actor_rollout_ref.model.enable_gradient_checkpointing:
         yield SettingsChange({"actor_rollout_ref.model.enable_gradient_checkpointing": True}, cost)

@@ -25,6 +25,7 @@ from verl.trainer.build.runtime import RunBuilder, device_hints
 from verl.trainer.build.worker_settings import lora_settings, model_settings, timeouts, with_optimizer
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
+from verl.training.settings import CHUNK_POSITIONS
 from verl.workers.train_settings import RankSettings
 
 
@@ -104,7 +105,9 @@ def _memory_advice(config: SftConfig) -> str:
     name = "max_token_len_per_gpu" if data.packing else "micro_batch_size_per_gpu"
     switches = {"model.enable_gradient_checkpointing": model.enable_gradient_checkpointing}
     switches |= list_offload_settings("model", model)
-    return format_memory_advice({f"data.{name}": getattr(data, name)}, switches)
+    chunk = model.logprob_chunk_size or CHUNK_POSITIONS
+    limits = {f"data.{name}": getattr(data, name), "model.logprob_chunk_size": chunk}
+    return format_memory_advice(limits, switches)
 
 
 def build_schedule(config: SftConfig, data: SFTData) -> LoopSchedule:

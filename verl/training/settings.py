@@ -16,6 +16,20 @@ Head = Literal["tokens", "value"]
 
 Optimizer = Literal["adamw", "adamw_8bit", "muon"]
 
+CHUNK_ELEMENTS = 1 << 24
+"""Number of logits per chunk on the CPU: 64 MiB in float32."""
+CHUNK_POSITIONS = 4096
+"""Number of positions per chunk on accelerators, for which 110 (the above at 152k tokens) are too few."""
+
+
+def default_chunk(device: str, vocabulary: int) -> int:
+    """Return the number of positions whose logits are computed at a time, on this type of device.
+
+    >>> default_chunk("cpu", 151_936), default_chunk("cuda", 151_936)
+    (110, 4096)
+    """
+    return max(1, CHUNK_ELEMENTS // vocabulary) if device == "cpu" else CHUNK_POSITIONS
+
 
 ALL_LINEAR = "all-linear"
 

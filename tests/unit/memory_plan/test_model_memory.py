@@ -10,7 +10,7 @@ from public_models import MODELS
 from verl.memory_plan.model_memory import PHASES, ModelMemory, PassSize, Usage
 from verl.models.model_shape import ModelShape
 from verl.training.fsdp.settings import FsdpSettings
-from verl.training.settings import LoraSettings
+from verl.training.settings import LoraSettings, default_chunk
 
 pytestmark = pytest.mark.unit
 
@@ -57,6 +57,12 @@ def test_the_optimizer_step_needs_the_moments_that_it_offloads() -> None:
 def test_gradient_checkpointing_saves_activations() -> None:
     kept = memory().in_update().activations
     assert memory(gradient_checkpointing=False).in_update().activations > 5 * kept
+
+
+def test_logits_are_counted_in_the_chunks_that_the_kernels_use() -> None:
+    size = PassSize(16384, 16384)
+    assert memory(size, device="cuda").in_logprobs().logits == 2 * 4 * default_chunk("cuda", 1) * SHAPE.vocabulary
+    assert memory(size, device="cuda", logprob_chunk=8192).in_logprobs().logits == 2 * 4 * 8192 * SHAPE.vocabulary
 
 
 @pytest.mark.parametrize(("optimizer", "per_parameter"), [("adamw", 8.0), ("adamw_8bit", 2.05), ("muon", 4.57)])

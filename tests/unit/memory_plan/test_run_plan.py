@@ -123,6 +123,10 @@ def test_few_plans_are_made_to_find_the_best(config: Load, monkeypatch: pytest.M
     assert len(made) < 500
 
 
+def test_smaller_chunks_of_logits_are_the_first_proposal(config: Load) -> None:
+    assert rank(config("Qwen2.5-0.5B"), gib=10)[0].values == {"actor_rollout_ref.model.logprob_chunk_size": 1024}
+
+
 def test_a_memory_note_names_the_phase_and_the_fix(config: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config("Qwen2.5-14B", _TOO_SMALL)
     assert memory_note(config("Qwen2.5-7B"), 80 * GIB, train_settings) is None

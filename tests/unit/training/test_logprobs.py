@@ -2,12 +2,8 @@ import pytest
 import torch
 
 from tests.acceptance.speed import vocabulary
-from verl.training.kernels.logprobs import (
-    LastLayer,
-    default_chunk,
-    token_logprobs,
-    vocabulary_kl,
-)
+from verl.training.kernels.logprobs import LastLayer, token_logprobs, vocabulary_kl
+from verl.training.settings import default_chunk
 
 pytestmark = pytest.mark.unit
 
@@ -171,7 +167,7 @@ def test_logits_in_float32_bring_half_precision_log_probs_closer_to_exact_ones(d
 
 
 def test_chunks_have_more_positions_on_accelerators_unless_their_size_is_given():
-    layer = LastLayer(torch.empty(3000, 8, device="meta"), torch.empty(151_936, 8, device="meta"))
-    assert [rows.stop - rows.start for rows, _ in layer.chunks(None)] == [1024] * 3
-    assert len(list(layer.chunks(2000))) == 2
+    layer = LastLayer(torch.empty(9000, 8, device="meta"), torch.empty(151_936, 8, device="meta"))
+    assert [rows.stop - rows.start for rows, _ in layer.chunks(None)] == [4096] * 3
+    assert len(list(layer.chunks(3000))) == 3
     assert default_chunk("cpu", 151_936) == 110

@@ -48,6 +48,7 @@ def test_the_message_names_settings_their_values_and_the_worker() -> None:
         "train worker 3: update: out of device memory: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
     )
     assert "Decrease actor_rollout_ref.actor.ppo_max_token_len_per_gpu (now 16384)" in message
+    assert "actor_rollout_ref.model.logprob_chunk_size (now 4096)" in message
     assert "actor_rollout_ref.rollout.gpu_memory_utilization (now 0" in message
     assert "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True" in message
     assert "critic" not in message

@@ -89,7 +89,7 @@ class ModelConfig(Section):
     fp32_lm_head: bool = setting(False)
     """Compute logits in float32, whatever the model computes in; in the trainer, in vLLM and in SGLang."""
     logprob_chunk_size: Count | None = setting(None, unit="tokens")
-    """Positions whose logits exist at a time in training; null: 1,024 on accelerators, 64 MiB of logits on CPU."""
+    """Positions whose logits exist at a time in training; null: 4,096 on accelerators, 64 MiB of logits on CPU."""
 
     @property
     def external_modules(self) -> tuple[str, ...]:

@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 
 from verl.private_files import get_user_folder
+from verl.training.settings import default_chunk
 
-CHUNK_ELEMENTS = 1 << 24
-"""Default number of logits per chunk on the CPU: 64 MiB in float32."""
-CHUNK_POSITIONS = 1024
-"""Default number of positions per chunk on accelerators, for which 110 (the above at 152k tokens) are too few."""
 DROPPED = -1e15
 """Logit of a token that sampling dropped: its probability is 0, and products with it stay finite, unlike with -inf."""
 
@@ -80,15 +77,6 @@ class LastLayer(NamedTuple):
     def logprobs(self, temperature: float) -> Tensor:
         """Return the log-probs of the whole vocabulary, [N, V]."""
         return self.logits(temperature).log_softmax(-1)
-
-
-def default_chunk(device: str, vocabulary: int) -> int:
-    """Return the number of positions whose logits are computed at a time, on this type of device.
-
-    >>> default_chunk("cpu", 151_936), default_chunk("cuda", 151_936)
-    (110, 1024)
-    """
-    return max(1, CHUNK_ELEMENTS // vocabulary) if device == "cpu" else CHUNK_POSITIONS
 
 
 class Kernels(NamedTuple):

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.training.kernels.logprobs import DROPPED, default_chunk
+from verl.training.kernels.logprobs import DROPPED
+from verl.training.settings import default_chunk
 
 
 class VocabularySlice(NamedTuple):
