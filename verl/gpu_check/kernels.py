@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from verl.algorithms.objective import sft
 from verl.data.flat_batch import FlatBatch
 from verl.gpu_check.stage import Checks, Context
+from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.training.kernels.attention import attend_packed, packing_kwargs
 from verl.training.kernels.logprobs import LastLayer, compiled_kernels, token_logprobs
+from verl.training.process_group import close_process_group, init_process_group
+from verl.training.tensors import parse_dtype
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest |difference| as a share of the largest value: some rounding errors of the dtype."""
@@ -128,6 +133,45 @@ def check_logprobs(context: Context, checks: Checks) -> None:
             worst[name] = max(worst[name], _distance(left, right))
     for name, value in worst.items():
         checks.at_most(name, value, LIMITS[dtype], f"{name} of the compiled kernel differ from a plain log-softmax")
+
+
+def check_layers(context: Context, checks: Checks) -> None:
+    """Check compiled layers of a model, which FSDP has sharded, against plain ones."""
+    dtype = "bfloat16" if context.device == "cuda" else "float32"
+    settings = FsdpSettings(
+        context.get_model(), compute_dtype=dtype, gradient_checkpointing=True, grad_clip=None, device=context.device
+    )
+    init_process_group(0, 1, "127.0.0.1", 0, context.device)
+    try:
+        plain, compiled = (_run_layers(replace(settings, compile_layers=on)) for on in (False, True))
+    finally:
+        close_process_group()
+    checks.require(not compiled.notes, "; ".join(compiled.notes))
+    limit = LIMITS[parse_dtype(dtype)]
+    for name, left, right in zip(("log-probs", "loss", "gradient"), compiled.values, plain.values, strict=True):
+        checks.at_most(
+            name, _distance(left, right.double()), limit, f"{name} of compiled layers differ from plain ones"
+        )
+
+
+class _LayerResults(NamedTuple):
+    """What an engine computes, and its notes."""
+
+    values: tuple[Tensor, ...]
+    notes: list[str]
+
+
+def _run_layers(settings: FsdpSettings) -> _LayerResults:
+    """Return log-probs, loss and norm of the gradient of a batch."""
+    engine = FsdpEngine(settings)
+    random, total = torch.Generator().manual_seed(0), sum(LENGTHS)
+    tokens = torch.randint(engine.model.backbone.config.get_text_config().vocab_size, (total,), generator=random)
+    batch = FlatBatch(tokens, torch.tensor([0, *LENGTHS]).cumsum(0), torch.zeros(total, dtype=torch.bool))
+    batch = batch.with_(mask=batch.positions > 0)
+    logprobs = engine.forward([batch])[0].logprobs
+    metrics = engine.update([batch], sft)
+    loss, norm = (torch.tensor(value) for value in (metrics["train/loss"], metrics["actor/grad_norm"]))
+    return _LayerResults((logprobs, loss, norm), engine.notes)
 
 
 def _plain_logprobs(

@@ -28,6 +28,7 @@ STAGES = {
     "sharing": Stage("processes:check_sharing", "memory of one process read by another; CUDA IPC"),
     "attention": Stage("kernels:check_attention", "packed against plain attention, forward and backward"),
     "logprobs": Stage("kernels:check_logprobs", "compiled against plain log-probs, forward and backward"),
+    "layers": Stage("kernels:check_layers", "compiled against plain layers, forward and backward"),
     "engine": Stage("engine:check_engine", "an engine sleeps, wakes, gets new weights; wrong ones are found"),
     "train-host": Stage("runs:check_host", "GRPO learns, saves and resumes; weights through host memory"),
     "train-ipc": Stage("runs:check_ipc", "the same with weights by CUDA IPC"),

@@ -141,6 +141,7 @@ EFFECTS: dict[str, Effect] = {
     "critic.fsdp_config.param_offload": CRITIC,
     "critic.fsdp_config.optimizer_offload": CRITIC,
     "critic.fsdp_config.offload_policy": CRITIC,
+    "critic.fsdp_config.use_torch_compile": CRITIC,
     "critic.megatron.dtype": MEGATRON,
     "critic.megatron.tensor_model_parallel_size": MEGATRON,
     "critic.megatron.pipeline_model_parallel_size": MEGATRON,

@@ -277,6 +277,7 @@ def test_settings_of_checkpoints_are_reported_if_nothing_is_saved(ignored: str) 
         (f"{R}.gpu_memory_utilization=0.4", ["trainer.device=cpu"]),
         (f"{A}.fsdp_config.param_offload=true", ["trainer.device=cpu"]),
         (f"{A}.fsdp_config.offload_policy=true", ["trainer.device=cpu"]),
+        (f"{A}.fsdp_config.use_torch_compile=true", ["trainer.device=cpu"]),
         (f"{A}.fsdp_config.param_offload=true", [f"{A}.fsdp_config.offload_policy=true"]),
         (f"{A}.fsdp_config.optimizer_offload=true", [f"{A}.fsdp_config.offload_policy=true"]),
         (f"{R}.val_kwargs.temperature=0.9", [f"{R}.val_kwargs.do_sample=false"]),

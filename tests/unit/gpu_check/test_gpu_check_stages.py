@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from public_models import MODELS
+from tiny import tiny_qwen2
+from transformers import Qwen2ForCausalLM
 
 from verl.gpu_check import __main__, kernels, machine, runs
 from verl.gpu_check.stage import CheckFailedError, Checks, Context, Result, StageSkipped, State
 from verl.gpu_check.stages import STAGES, Stage
 from verl.memory_plan.accelerators import DEVICES
-from verl.training.kernels import logprobs
+from verl.training.kernels import compilation, logprobs
 
 pytestmark = pytest.mark.unit
 
@@ -146,6 +148,39 @@ def test_logprobs_that_cannot_be_compiled_or_are_wrong_are_found(
     monkeypatch.setattr(kernels, "compiled_kernels", lambda device, dtype: (half, None))
     with pytest.raises(CheckFailedError, match="d hidden of the compiled kernel"):
         kernels.check_logprobs(context, Checks())
+
+
+@pytest.fixture
+def one_layer(tmp_path: Path) -> Iterator[Context]:
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(tiny_qwen2(num_hidden_layers=1)).save_pretrained(tmp_path / "model")
+    yield Context("cpu", 0, tmp_path, str(tmp_path / "model"))
+    torch._dynamo.reset()
+
+
+def test_layers_that_cannot_be_compiled_are_found(one_layer: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(compilation, "BACKEND", fail)
+    with pytest.raises(CheckFailedError, match=r"the layers run uncompiled.*no compiler"):
+        kernels.check_layers(one_layer, Checks())
+
+
+@pytest.mark.rotating(3)
+def test_compiled_layers_pass_unless_they_are_wrong(one_layer: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "BACKEND", "eager")
+    checks = Checks()
+    kernels.check_layers(one_layer, checks)
+    assert max(checks.figures[name] for name in ("log-probs", "loss", "gradient")) < 1e-6
+    torch._dynamo.reset()
+
+    def change(graph: Any, inputs: Any) -> Any:
+        return lambda *args: [each * 1.02 if isinstance(each, torch.Tensor) else each for each in graph(*args)]
+
+    monkeypatch.setattr(compilation, "BACKEND", change)
+    with pytest.raises(CheckFailedError, match="log-probs of compiled layers differ from plain ones"):
+        kernels.check_layers(one_layer, Checks())
 
 
 def line(step: int, **changes: float) -> dict[str, Any]:

@@ -509,15 +509,27 @@ def test_offload_policy_does_the_work_of_the_other_two() -> None:
 
 
 def test_on_a_cpu_nothing_is_offloaded_or_compiled() -> None:
-    models = train_settings(config_of(*OFFLOAD, "actor.fsdp_config.offload_policy=true"), 10, "cpu")
+    policy, layers = "actor.fsdp_config.offload_policy=true", "actor.fsdp_config.use_torch_compile=true"
+    models = train_settings(config_of(*OFFLOAD, policy, layers), 10, "cpu")
     for model in (models.actor, models.reference, models.critic):
         assert model is not None
         assert not any((model.param_offload, model.optimizer_offload, model.offload_policy, model.compile))
+        assert not model.compile_layers
 
 
 def test_kernels_are_compiled_on_accelerators_unless_it_is_turned_off() -> None:
     assert train_settings(config_of(), 10, "cuda").actor.compile
     assert not train_settings(config_of("actor.use_torch_compile=false"), 10, "cuda").actor.compile
+
+
+def test_layers_are_compiled_on_request_those_of_the_reference_too() -> None:
+    assert not train_settings(config_of(), 10, "cuda").actor.compile_layers
+    layers = "actor.fsdp_config.use_torch_compile=true"
+    models = train_settings(config_of(*PPO, "actor.use_kl_loss=true", layers), 10, "cuda")
+    assert models.reference is not None
+    assert models.critic is not None
+    assert (models.actor.compile_layers, models.reference.compile_layers) == (True, True)
+    assert not models.critic.compile_layers
 
 
 def test_reshard_after_forward_follows_the_setting() -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from verl.errors import EngineError
-from verl.training.kernels.attention import packed_attention, packing_kwargs
+from verl.training.kernels.attention import Packing, packed_attention, packing_kwargs
 
 pytestmark = pytest.mark.unit
 
@@ -41,7 +41,7 @@ def test_packed_equals_one_by_one_forward_and_backward(lengths, window, softcap)
         scaling=0.3,
         sliding_window=window,
         softcap=softcap,
-        **packing_kwargs(lengths, "cpu"),
+        packing=Packing(packing_kwargs(lengths, "cpu")),
     )
     expected = one_by_one(*qkv, lengths, 0.3, window, softcap)
     torch.testing.assert_close(ours, expected)
@@ -68,7 +68,7 @@ def test_a_run_is_a_view_of_the_flat_array(monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     query, key, value = states(12)
-    packed_attention(torch.nn.Module(), query, key, value, None, **packing_kwargs([4, 4, 4], "cpu"))
+    packed_attention(torch.nn.Module(), query, key, value, None, packing=Packing(packing_kwargs([4, 4, 4], "cpu")))
     assert seen == [((3, HEADS, 4, DIM), query.untyped_storage().data_ptr())]
 
 
@@ -76,7 +76,7 @@ def test_a_run_is_a_view_of_the_flat_array(monkeypatch):
     ("arguments", "message"),
     [
         ({}, "without the boundaries"),
-        ({"s_aux": torch.zeros(1), **packing_kwargs([4], "cpu")}, "attention uses s_aux"),
+        ({"s_aux": torch.zeros(1), "packing": Packing(packing_kwargs([4], "cpu"))}, "attention uses s_aux"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(arguments, message):
@@ -86,4 +86,6 @@ def test_what_cannot_be_packed_is_refused(arguments, message):
 
 def test_an_additional_mask_is_refused():
     with pytest.raises(EngineError, match="only causal attention"):
-        packed_attention(torch.nn.Module(), *states(4), torch.ones(1, 1, 4, 4), **packing_kwargs([4], "cpu"))
+        packed_attention(
+            torch.nn.Module(), *states(4), torch.ones(1, 1, 4, 4), packing=Packing(packing_kwargs([4], "cpu"))
+        )

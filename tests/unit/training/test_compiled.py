@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from verl.training.kernels.logprobs import Compiled, LastLayer, compiled_kernels, token_logprobs
+from verl.training.kernels.compilation import Compiler
+from verl.training.kernels.logprobs import LastLayer, compiled_kernels, token_logprobs
 
 pytestmark = pytest.mark.unit
 
@@ -32,22 +33,31 @@ ERRORS = [
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_a_compiler_that_fails_is_tried_once_and_the_plain_function_runs(monkeypatch, error):
     tries = failing(monkeypatch, error)
-    double = Compiled(lambda x: 2 * x)
-    assert [double(3), double(4)] == [6, 8]
+    compiler = Compiler()
+    double, triple = (compiler.compile(lambda x, factor=factor: factor * x) for factor in (2, 3))
+    assert [double(3), double(4), triple(5)] == [6, 8, 15]
     assert len(tries) == 1
-    assert double.error is not None
-    assert double.error.startswith(type(error).__name__)
+    assert compiler.error is not None
+    assert compiler.error.startswith(type(error).__name__)
+
+
+def test_a_lack_of_memory_is_not_a_failure_of_the_compiler(monkeypatch):
+    tries = failing(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
+    compiler = Compiler()
+    with pytest.raises(torch.OutOfMemoryError):
+        compiler.compile(lambda x: 2 * x)(3)
+    assert (len(tries), compiler.error) == (1, None)
 
 
 def test_the_error_is_one_line(monkeypatch):
     failing(monkeypatch, RuntimeError("\n  backend='inductor' raised:\nCalledProcessError: gcc ...\n" + "x" * 9999))
-    double = Compiled(lambda x: 2 * x)
-    double(1)
-    assert double.error == "RuntimeError: backend='inductor' raised:"
+    compiler = Compiler()
+    compiler.compile(lambda x: 2 * x)(1)
+    assert compiler.error == "RuntimeError: backend='inductor' raised: CalledProcessError: gcc ..."
 
 
 def test_an_error_of_the_function_itself_is_raised():
-    broken = Compiled(lambda x: x @ x)
+    broken = Compiler().compile(lambda x: x @ x)
     with pytest.raises(RuntimeError, match=r"size|shape|same reduction"):
         broken(torch.ones(2, 3))
 

@@ -14,7 +14,7 @@ from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.training.kernels import attention
-from verl.training.kernels.attention import packed_attention, packing_kwargs
+from verl.training.kernels.attention import Packing, packed_attention, packing_kwargs
 from verl.training.process_group import init_process_group
 from verl.training.settings import LoraSettings
 
@@ -93,10 +93,10 @@ def states(total, dtype=torch.float64):
 
 def attend_both(compact, batch, shared, **options):
     """Return the attention of all tokens, with shared prompts and with every prompt laid out: [1, T, A, D] each."""
-    ours, _ = packed_attention(torch.nn.Module(), *compact, None, **options, **shared.attention_kwargs())
+    ours, _ = packed_attention(torch.nn.Module(), *compact, None, **options, packing=Packing(shared.attention_kwargs()))
     whole = [tensor[:, :, shared.rows] for tensor in compact]
     plain, _ = packed_attention(
-        torch.nn.Module(), *whole, None, **options, **packing_kwargs(batch.lengths.tolist(), "cpu")
+        torch.nn.Module(), *whole, None, **options, packing=Packing(packing_kwargs(batch.lengths.tolist(), "cpu"))
     )
     return ours[:, shared.rows], plain
 

@@ -177,6 +177,8 @@ class FsdpConfig(Section):
     """Keep the optimizer state in host memory except during its step."""
     offload_policy: bool = setting(False, only_if=HAS_DEVICE_MEMORY)
     """FSDP2 CPU offload: weights, gradients and optimizer state stay in host memory; AdamW runs there."""
+    use_torch_compile: bool = setting(False, only_if=_COMPILES)
+    """Compile the layers of the model, on accelerators; if compilation fails they run uncompiled."""
 
 
 class MegatronTransformerConfig(Section):

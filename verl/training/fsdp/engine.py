@@ -81,19 +81,36 @@ class FsdpEngine(TrainEngine[Any]):
         self._scaler = LossScaler(settings.compute_dtype)
         self._skipped_steps = 0  # in a row
         self.notes: list[str] = [self.model.note] if self.model.note and self.world_size > 1 else []
-        if settings.compile and isinstance(self.model, PackedCausalLM):
-            self._compile(self.model)
         self._weights = Offloader(self.model.parameters, active=settings.param_offload)
         self._moments = Offloader(lambda: iter_moments(self.optimizer), active=settings.optimizer_offload)
         self._weights.offload()
+        if settings.compile and isinstance(self.model, PackedCausalLM):
+            self._compile_kernels(self.model)
+        if settings.compile_layers:
+            self._compile_layers()
 
-    def _compile(self, model: PackedCausalLM) -> None:
+    def _compile_kernels(self, model: PackedCausalLM) -> None:
         model.kernels, error = compiled_kernels(self.device, parse_dtype(self.settings.compute_dtype))
         if error is not None:
-            self.notes.append(
-                "torch.compile failed, so the log-prob kernels run uncompiled, with the same results but somewhat "
-                f"slower: {error}. To disable it: actor_rollout_ref.actor.use_torch_compile=False"
-            )
+            self._note_uncompiled("the log-prob kernels", error, "actor_rollout_ref.actor.use_torch_compile")
+
+    def _compile_layers(self) -> None:
+        """Compile the layers, in a pass that shows whether that is possible. Gradients follow in the first update."""
+        from verl.training.fsdp.compiled_layers import compile_layers  # loads the compiler
+
+        compiler = compile_layers(self.model)
+        if compiler is None:
+            self.notes.append(f"model {self.settings.model_path}: layers with experts are not compiled")
+            return
+        self.forward([make_probe(self.model.backbone.config.get_text_config().vocab_size)])
+        if compiler.error is not None:
+            self._note_uncompiled("the layers", compiler.error, "fsdp_config.use_torch_compile")
+
+    def _note_uncompiled(self, what: str, error: str, setting: str) -> None:
+        self.notes.append(
+            f"torch.compile failed, so {what} run uncompiled, with the same results but somewhat slower: {error}. "
+            f"To disable it: {setting}=False"
+        )
 
     def forward(
         self,
@@ -308,10 +325,13 @@ class FsdpEngine(TrainEngine[Any]):
         return cast(ModelOutput | ValueOutput, self._call(batch, temperature, **options))
 
     def _call(self, batch: FlatBatch, temperature: float, **options: Any) -> ModelOutput | ValueOutput | LastLayer:
-        """Call the model. An empty batch runs a dummy token, so that every rank takes part in the collectives."""
+        """Call the model. An empty batch runs two dummy tokens, so that every rank takes part in the collectives.
+
+        Two, because torch.compile compiles anew for a size of 1.
+        """
         check_first_tokens(batch)
         if batch.num_tokens == 0:
-            batch = FlatBatch(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.bool))
+            batch = FlatBatch(torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2]), torch.zeros(2, dtype=torch.bool))
         lengths = batch.lengths.tolist()
         shared = find_shared_prompts(batch) if self.settings.shared_prompts else None
         batch, shared = batch.to(self.device), None if shared is None else shared.to(self.device)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.training.fsdp.sequence_parallel import SequenceGroup
 from verl.training.fsdp.shared_prompts import SharedPrompts
-from verl.training.kernels.attention import packing_kwargs
+from verl.training.kernels.attention import Packing, packing_kwargs
 from verl.training.kernels.logprobs import (
     PLAIN,
     LastLayer,
@@ -68,7 +68,7 @@ class PackedModel(nn.Module):
             kwargs |= {"sequence_group": group, "count": len(tokens)}
             tokens, positions = group.take(tokens), group.take(positions)
         states = self.backbone(
-            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **kwargs
+            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, packing=Packing(kwargs)
         ).last_hidden_state[0]
         return states if at is None else states[at]
 

@@ -24,7 +24,10 @@ matrices. A pass in the same dtype rounds that by itself, differently with any n
 
 @contextmanager
 def rounding_noise(model: nn.Module, dtype: str, seed: int = 0) -> Iterator[None]:
-    """Add noise of the size of rounding to `dtype` to the output of each weight matrix, the same for the same seed."""
+    """Add noise of the size of rounding to `dtype` to the output of each weight matrix, the same for the same seed.
+
+    Compiled layers run uncompiled meanwhile: they would not see the hooks.
+    """
     generators: dict[torch.device, torch.Generator] = {}
 
     def add(module: nn.Module, args: Any, output: Any) -> Any:
@@ -43,7 +46,8 @@ def rounding_noise(model: nn.Module, dtype: str, seed: int = 0) -> Iterator[None
     ]
     handles = [module.register_forward_hook(add) for module in matrices]
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for handle in handles:
             handle.remove()

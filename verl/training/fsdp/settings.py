@@ -17,6 +17,7 @@ class FsdpSettings(EngineSettings):
     fsdp_size: int = -1  # ranks that share one copy of the weights, replicated over the others; -1: all
     reshard_after_forward: bool = True  # free gathered layers before the backward pass
     offload_policy: bool = False  # FSDP2's offload: shards, gradients and optimizer state always in host memory
+    compile_layers: bool = False  # fuse the elementwise work of each decoder layer
 
     @classmethod
     def from_section(cls, section: Any, model_path: str, device: str) -> Self:
@@ -28,6 +29,7 @@ class FsdpSettings(EngineSettings):
             fsdp_size=section.fsdp_size,
             reshard_after_forward=section.reshard_after_forward,
             offload_policy=offload_policy,
+            compile_layers=device != "cpu" and section.use_torch_compile,
             **common,
         )
 

@@ -56,7 +56,7 @@ class SharedPrompts:
         return replace(self, computed=self.computed.to(device), rows=self.rows.to(device))
 
     def attention_kwargs(self) -> dict[str, Any]:
-        """Return keyword arguments for a model's forward, as `packing_kwargs` does for whole sequences.
+        """Return keyword arguments for `attend_packed`, as `packing_kwargs` does for whole sequences.
 
         `prefixes` are the computed tokens (start, stop) that each of the `runs` attends to besides its own, and
         `key_rows` the computed tokens that the segments attend to, one segment after another.

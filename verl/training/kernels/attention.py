@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,16 @@ PACKED_ATTENTION = "verl_packed"
 """The value of `attn_implementation`."""
 
 
+@dataclass(frozen=True)
+class Packing:
+    """Keyword arguments for `packed_attention`, which models pass on as one object.
+
+    Compiled layers do not look into it; for numbers that differ from batch to batch they would be compiled again.
+    """
+
+    arguments: Mapping[str, Any]
+
+
 def register_attention() -> None:
     """Register the packed attention with transformers under `PACKED_ATTENTION`, without a mask."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
@@ -28,7 +39,7 @@ def register_attention() -> None:
 
 
 def packing_kwargs(lengths: Sequence[int], device: torch.device | str) -> dict[str, Any]:
-    """Return keyword arguments for a model's forward that describe the boundaries of the sequences.
+    """Return keyword arguments for `attend_packed` that describe the boundaries of the sequences.
 
     `runs` are (count, length) of adjacent sequences of equal length; the others have the names that the
     variable-length kernels of transformers use.
@@ -54,7 +65,7 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    sequence_group: SequenceGroup | None = None,
+    packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence: query [1, A, T, D], key and value [1, K, T, D] -> [1, T, A, D].
@@ -63,7 +74,7 @@ def packed_attention(
     these are a rank's slice of all `count` tokens. `dropout` is ignored.
     """
     model = type(module).__name__
-    if kwargs.get("runs") is None:
+    if packing is None:
         raise EngineError(
             f"{model}: attention was called without the boundaries of its sequences; this model does not pass keyword "
             "arguments on to its attention, so it cannot be trained on packed sequences"
@@ -73,15 +84,15 @@ def packed_attention(
             raise EngineError(f"{model}: its attention uses {name}, which packed attention does not support")
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise EngineError(f"{model}: packed attention supports only causal attention without an additional mask")
-    attend: Callable[..., Tensor] = attend_packed
-    if sequence_group is not None:
-        attend = partial(sequence_group.attend, attend_packed)
+    arguments = dict(packing.arguments)
+    group: SequenceGroup | None = arguments.pop("sequence_group", None)
+    attend: Callable[..., Tensor] = attend_packed if group is None else partial(group.attend, attend_packed)
     flat = attend(
         *(states[0].transpose(0, 1) for states in (query, key, value)),
         scaling=scaling,
         window=sliding_window,
         softcap=softcap,
-        **kwargs,
+        **arguments,
     )
     return flat.unsqueeze(0), None
 

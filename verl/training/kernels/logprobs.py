@@ -7,14 +7,13 @@ one number per position (the log of the normalizer), and the backward pass recom
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from verl.private_files import get_user_folder
+from verl.training.kernels.compilation import Compiler
 from verl.training.settings import default_chunk
 
 DROPPED = -1e15
@@ -121,36 +120,13 @@ def vocabulary_kl(layer: LastLayer, other: LastLayer, *, temperature: float = 1.
 
 def compiled_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, str | None]:
     """Compile the kernels on a small example, for all sizes: (kernels, error if they run uncompiled)."""
-    forward, backward = Compiled(_forward), Compiled(_backward)
-    kernels = Kernels(forward, backward)
+    compiler = Compiler()
+    kernels = Kernels(compiler.compile(_forward), compiler.compile(_backward))
     hidden, weight = (torch.ones(size, 8, dtype=dtype, device=device, requires_grad=True) for size in (6, 32))
     layer = LastLayer(hidden, torch.nn.Parameter(weight))
     logprobs, _ = token_logprobs(layer, torch.arange(6, device=device), chunk=3, kernels=kernels)
     logprobs.sum().backward()
-    return kernels, forward.error or backward.error
-
-
-class Compiled:
-    """A function compiled at its first call, for all shapes. It must not change its arguments.
-
-    If compilation fails, for lack of a C++ compiler, CUDA headers or a matching Triton, the plain function runs from
-    then on, and `error` says why.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        # Torch would load compiled code from a folder in /tmp that another user may have made.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(get_user_folder() / "torchinductor"))
-        self._plain, self._compiled = function, torch.compile(function, dynamic=True)
-        self.error: str | None = None
-
-    def __call__(self, *args: Any) -> Any:
-        if self.error is None:
-            try:
-                return self._compiled(*args)
-            except Exception as error:  # noqa: BLE001 - compilers fail in many ways; errors of the function recur below
-                lines = str(error).strip().splitlines() or ["no reason given"]  # torch's messages go on for pages
-                self.error = f"{type(error).__name__}: {lines[0].strip()[:300]}"
-        return self._plain(*args)
+    return kernels, compiler.error
 
 
 def _forward(layer: LastLayer, targets: Tensor, temperature: float, with_squares: bool = False) -> tuple[Tensor, ...]:
