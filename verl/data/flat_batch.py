@@ -127,9 +127,10 @@ class FlatBatch:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> FlatBatch:
-        moved = {name: value.to(device, non_blocking=True) for name, value in self._per_token().items()}
+        """Return the batch on another device, for which the host does not wait; see `copy_to`."""
+        moved = {name: copy_to(value, device) for name, value in self._per_token().items()}
         return type(self)(
-            offsets=self.offsets.to(device, non_blocking=True),
+            offsets=copy_to(self.offsets, device),
             for_teacher=None if self.for_teacher is None else self.for_teacher.to(device),
             **moved,
         )
@@ -137,6 +138,13 @@ class FlatBatch:
     def _per_token(self) -> dict[str, Tensor]:
         names = [field.name for field in fields(self) if field.name not in ("offsets", "for_teacher")]
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def copy_to(values: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor on a device. A GPU copies from pinned memory, else the host would wait for all work before it."""
+    if torch.device(device).type == "cuda" and values.device.type == "cpu":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def _replace_prompt(sample: Sample) -> Sample:

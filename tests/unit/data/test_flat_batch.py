@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.fake_train_engine import concat
 from verl.data.flat_batch import FlatBatch
@@ -131,3 +132,26 @@ def test_the_teacher_reads_its_prompt_also_if_turns_have_rewards() -> None:
     assert batch.turn_rewards is not None
     assert batch.for_teacher is not None
     assert batch.for_teacher.turn_rewards is None
+
+
+def test_a_gpu_copies_every_field_once_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[Tensor] = []
+    copied: list[tuple[Tensor, str, bool]] = []
+
+    def pin(tensor: Tensor) -> Tensor:
+        pinned.append(tensor)
+        return tensor.view_as(tensor)
+
+    def copy(tensor: Tensor, device: str, *, non_blocking: bool) -> Tensor:
+        copied.append((tensor, device, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    batch = batch_of([2, 3])
+    fields = [batch.tokens, batch.mask, batch.rollout_logprobs, batch.advantages, batch.offsets]
+    batch.to("cuda:1")
+    assert {id(each) for each in pinned} == {id(each) for each in fields}
+    assert [(device, non_blocking) for _, device, non_blocking in copied] == [("cuda:1", True)] * len(fields)
+    batch.to("cpu")
+    assert len(pinned) == len(fields)

@@ -313,6 +313,7 @@ class FsdpEngine(TrainEngine[Any]):
         reference: KLTarget | None = None,
         teacher: KLTarget | None = None,
         *,
+        moved: FlatBatch | None = None,
         with_squares: bool = False,
     ) -> ModelOutput | ValueOutput:
         temperature = self.settings.temperature if temperature is None else temperature
@@ -322,19 +323,24 @@ class FsdpEngine(TrainEngine[Any]):
         }
         if with_squares:  # a critic has no such option
             options["with_squares"] = True
-        return cast(ModelOutput | ValueOutput, self._call(batch, temperature, **options))
+        return cast(ModelOutput | ValueOutput, self._call(batch, temperature, moved, **options))
 
-    def _call(self, batch: FlatBatch, temperature: float, **options: Any) -> ModelOutput | ValueOutput | LastLayer:
-        """Call the model. An empty batch runs two dummy tokens, so that every rank takes part in the collectives.
+    def _call(
+        self, batch: FlatBatch, temperature: float, moved: FlatBatch | None = None, **options: Any
+    ) -> ModelOutput | ValueOutput | LastLayer:
+        """Call the model; `moved` is the batch on the device, if it has been copied.
 
-        Two, because torch.compile compiles anew for a size of 1.
+        An empty batch runs two dummy tokens, so that every rank takes part in the collectives: two, because
+        torch.compile compiles anew for a size of 1.
         """
         check_first_tokens(batch)
         if batch.num_tokens == 0:
+            moved = None
             batch = FlatBatch(torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2]), torch.zeros(2, dtype=torch.bool))
         lengths = batch.lengths.tolist()
         shared = find_shared_prompts(batch) if self.settings.shared_prompts else None
-        batch, shared = batch.to(self.device), None if shared is None else shared.to(self.device)
+        batch = batch.to(self.device) if moved is None else moved
+        shared = None if shared is None else shared.to(self.device)
         if self._routing is not None:
             scale = self.world_size * self._scaler.scale
             self._routing.begin(batch.routed_experts, batch.num_tokens, scale, shared)
@@ -350,12 +356,13 @@ class FsdpEngine(TrainEngine[Any]):
         reference: KLTarget | None,
         teacher: KLTarget | None,
     ) -> dict[str, Tensor]:
-        output = self._run(batch, reference=reference, teacher=teacher)
+        moved = batch.to(self.device)
+        output = self._run(batch, reference=reference, teacher=teacher, moved=moved)
         if batch.num_tokens == 0:
             # Zero gradients, but the same collectives as on other ranks.
             torch.cat([values for values in output if values is not None]).sum().backward()
             return {}
-        share, metrics = loss(output, batch.to(self.device), totals)
+        share, metrics = loss(output, moved, totals)
         metrics = {name: value / self.layout.group_size for name, value in metrics.items()}
         with span("backward"):  # FSDP averages over ranks, but shares must be summed
             (share * self.world_size * self._scaler.scale).backward()

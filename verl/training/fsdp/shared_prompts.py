@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from verl.data.flat_batch import FlatBatch
+from verl.data.flat_batch import FlatBatch, copy_to
 
 
 class Segment(NamedTuple):
@@ -53,7 +53,7 @@ class SharedPrompts:
 
     def to(self, device: torch.device | str) -> SharedPrompts:
         """Return the same on another device."""
-        return replace(self, computed=self.computed.to(device), rows=self.rows.to(device))
+        return replace(self, computed=copy_to(self.computed, device), rows=copy_to(self.rows, device))
 
     def attention_kwargs(self) -> dict[str, Any]:
         """Return keyword arguments for `attend_packed`, as `packing_kwargs` does for whole sequences.
@@ -72,9 +72,9 @@ class SharedPrompts:
         return {
             "runs": tuple((count, length) for (_, length), count in runs),
             "prefixes": tuple(prefix for (prefix, _), _ in runs),
-            "key_rows": torch.from_numpy(rows).to(device),
-            "cu_seq_lens_q": torch.tensor(starts, dtype=torch.int32, device=device),
-            "cu_seq_lens_k": torch.tensor(_cumulate(key_lengths), dtype=torch.int32, device=device),
+            "key_rows": copy_to(torch.from_numpy(rows), device),
+            "cu_seq_lens_q": copy_to(torch.tensor(starts, dtype=torch.int32), device),
+            "cu_seq_lens_k": copy_to(torch.tensor(_cumulate(key_lengths), dtype=torch.int32), device),
             "max_length_q": max(lengths),
             "max_length_k": max(key_lengths),
         }

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from verl.data.flat_batch import copy_to
 from verl.errors import EngineError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def packing_kwargs(lengths: Sequence[int], device: torch.device | str) -> dict[s
     `runs` are (count, length) of adjacent sequences of equal length; the others have the names that the
     variable-length kernels of transformers use.
     """
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    ends = copy_to(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
     longest = max(lengths, default=0)
     return {
         "runs": tuple((len(list(run)), length) for length, run in groupby(lengths)),

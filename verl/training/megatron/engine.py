@@ -166,8 +166,9 @@ class MegatronEngine(TrainEngine[Any]):
 
         def step(batches: Iterator[FlatBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(batches)
-            padded = _pad(batch, parallel_state.get_tensor_model_parallel_world_size()).to(self.device)
+            padded = _pad(batch, parallel_state.get_tensor_model_parallel_world_size())
             packing = Packing(arguments=packing_kwargs(padded.lengths.tolist(), self.device))
+            padded = padded.to(self.device)
             states = model(padded.tokens[None], padded.positions[None], None, packed_seq_params=packing)
 
             def finish_batch(states: Tensor) -> tuple[Tensor, Any]:
