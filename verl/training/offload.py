@@ -82,6 +82,17 @@ class Offloader:
         return host.copy_(_as_bytes(storage), non_blocking=True)
 
 
+@contextmanager
+def use_threads(count: int | None) -> Iterator[None]:
+    """Let torch compute with `count` threads on the CPU inside the context; None: as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def iter_moments(optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
     """Yield the large tensors of an optimizer's state, but not its step counts."""
     for state in optimizer.state.values() if optimizer is not None else ():

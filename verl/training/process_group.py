@@ -85,6 +85,13 @@ def close_process_group() -> None:
         dist.destroy_process_group()
 
 
+def count_node_ranks() -> int:
+    """Return how many ranks run on the machine of this one. Collective."""
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    return names.count(socket.gethostname())
+
+
 def check_divides(name: str, size: int, world_size: int) -> None:
     """Raise unless groups of `size` ranks cover all ranks."""
     if size < 1 or world_size % size:

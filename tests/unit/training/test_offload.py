@@ -1,8 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from verl.training.offload import Offloader, iter_moments
+from verl.training.fsdp import engine
+from verl.training.fsdp.settings import FsdpSettings
+from verl.training.offload import Offloader, iter_moments, use_threads
 
 pytestmark = pytest.mark.unit
 
@@ -127,3 +131,21 @@ def test_a_copied_state_survives_offloading():
     with offloader.on_device():
         state = offloader.copy_to_host({"weight": weight})
     assert state["weight"].tolist() == [1, 1, 1, 1]
+
+
+def test_an_optimizer_on_the_cpu_of_a_machine_with_gpus_has_the_cores_of_its_ranks(monkeypatch):
+    monkeypatch.setattr(engine, "count_node_ranks", lambda: 3)
+    monkeypatch.setattr(engine.os, "sched_getaffinity", lambda process: range(14))
+    settings = FsdpSettings("model", offload_policy=True, device="cuda")
+    assert engine.count_step_threads(settings) == 4
+    for changes in ({"device": "cpu"}, {"offload_policy": False}, {"trainable": False}):
+        assert engine.count_step_threads(replace(settings, **changes)) is None
+
+
+def test_threads_are_changed_inside_the_context_only():
+    before = torch.get_num_threads()
+    with use_threads(before + 2):
+        assert torch.get_num_threads() == before + 2
+    with use_threads(None):
+        assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == before

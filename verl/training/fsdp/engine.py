@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
@@ -39,9 +40,9 @@ from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.sharding import shard_model
 from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.training.kernels.logprobs import LastLayer, compiled_kernels
-from verl.training.offload import Offloader, iter_moments
+from verl.training.offload import Offloader, iter_moments, use_threads
 from verl.training.optim.optimizers import LossScaler, build_optimizer, optimizer_options
-from verl.training.process_group import check_divides
+from verl.training.process_group import check_divides, count_node_ranks
 from verl.training.profiler import span
 from verl.training.random_state import get_random_state, set_random_state
 from verl.training.tensors import group_by_mesh, parse_dtype
@@ -84,6 +85,7 @@ class FsdpEngine(TrainEngine[Any]):
         self._weights = Offloader(self.model.parameters, active=settings.param_offload)
         self._moments = Offloader(lambda: iter_moments(self.optimizer), active=settings.optimizer_offload)
         self._weights.offload()
+        self._step_threads = count_step_threads(settings)
         if settings.compile and isinstance(self.model, PackedCausalLM):
             self._compile_kernels(self.model)
         if settings.compile_layers:
@@ -164,7 +166,8 @@ class FsdpEngine(TrainEngine[Any]):
             for frozen in (reference, teacher):
                 if frozen is not None:
                     frozen.release()
-            norm, has_stepped = self._step(lr, has_tokens=totals.tokens > 0)
+            with use_threads(self._step_threads):
+                norm, has_stepped = self._step(lr, has_tokens=totals.tokens > 0)
         role = self.settings.role
         metrics = {
             f"{role}/grad_norm": norm,
@@ -437,6 +440,16 @@ class BaseModelReference:
 
     def release(self) -> None:
         self._engine.release()
+
+
+def count_step_threads(settings: FsdpSettings) -> int | None:
+    """Return with how many threads the optimizer computes if it runs on the CPU of a machine with GPUs. Collective.
+
+    The cores of the machine, which have nothing else to do then, are divided by its ranks. None: as all other work.
+    """
+    if not (settings.trainable and settings.offload_policy) or torch.device(settings.device).type == "cpu":
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // count_node_ranks())
 
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -1,4 +1,4 @@
-"""How often an engine copies a micro-batch to its device."""
+"""What the host does for an engine: it copies micro-batches, and may run the optimizer."""
 
 from __future__ import annotations
 
@@ -45,3 +45,19 @@ def test_a_pass_copies_each_micro_batch_once(engine: FsdpEngine, monkeypatch: py
     copied.clear()
     engine.update(parts, sft)
     assert [id(each) for each in copied] == [id(each) for each in parts]
+
+
+def test_the_optimizer_step_has_its_own_threads(engine: FsdpEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, before, real = list[int](), torch.get_num_threads(), engine._step
+
+    def step(lr: float, *, has_tokens: bool) -> tuple[float, bool]:
+        threads.append(torch.get_num_threads())
+        return real(lr, has_tokens=has_tokens)
+
+    monkeypatch.setattr(engine, "_step", step)
+    batch = FlatBatch(torch.arange(5), torch.tensor([0, 5]), torch.arange(5) > 0)
+    for count in (None, before + 1):
+        engine._step_threads = count
+        engine.update([batch], sft)
+    assert threads == [before, before + 1]
+    assert torch.get_num_threads() == before
