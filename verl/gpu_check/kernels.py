@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
+from transformers import PreTrainedConfig
 
 from verl.algorithms.objective import sft
 from verl.data.flat_batch import FlatBatch
@@ -15,7 +17,7 @@ from verl.gpu_check.stage import Checks, Context
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.shared_prompts import find_shared_prompts
-from verl.training.kernels.attention import attend_packed, packing_kwargs
+from verl.training.kernels.attention import activate_flash_attention, attend_packed, packing_kwargs
 from verl.training.kernels.logprobs import LastLayer, compiled_kernels, token_logprobs
 from verl.training.process_group import close_process_group, init_process_group
 from verl.training.tensors import parse_dtype
@@ -44,6 +46,7 @@ def check_attention(context: Context, checks: Checks) -> None:
     random = torch.Generator().manual_seed(0)
     worst = dict.fromkeys(("forward", "dq", "dk", "dv", "shared prompts"), 0.0)
     for case in CASES:
+        activate_flash_attention(context.device, PreTrainedConfig(head_dim=case.size))
         total = sum(LENGTHS)
         shapes = [(total, heads, case.size) for heads in (case.heads, case.key_heads, case.key_heads, case.heads)]
         *qkv, gradient = (torch.randn(shape, generator=random) for shape in shapes)
@@ -57,7 +60,8 @@ def check_attention(context: Context, checks: Checks) -> None:
             worst["shared prompts"] = max(worst["shared prompts"], _compare_shared(case, context.device, dtype, random))
     for name, value in worst.items():
         checks.at_most(name, value, LIMITS[dtype], f"attention in {dtype}, {name}, differs from plain attention")
-    checks.notes.append("torch's variable-length kernel" if context.device == "cuda" else "by runs of equal lengths")
+    kernel = f"torch's variable-length kernel, {current_flash_attention_impl() or 'FA2'}"
+    checks.notes.append(kernel if context.device == "cuda" else "by runs of equal lengths")
 
 
 def _differentiate(

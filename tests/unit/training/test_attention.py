@@ -1,8 +1,10 @@
 import pytest
 import torch
+from tiny import tiny_qwen2
 
 from verl.errors import EngineError
-from verl.training.kernels.attention import Packing, packed_attention, packing_kwargs
+from verl.training.kernels import attention
+from verl.training.kernels.attention import Packing, activate_flash_attention, packed_attention, packing_kwargs
 
 pytestmark = pytest.mark.unit
 
@@ -89,3 +91,48 @@ def test_an_additional_mask_is_refused():
         packed_attention(
             torch.nn.Module(), *states(4), torch.ones(1, 1, 4, 4), packing=Packing(packing_kwargs([4], "cpu"))
         )
+
+
+def pretend(monkeypatch, *, capability=(9, 0), spec="installed"):
+    """Return the implementations that are activated on a GPU with this capability; None: torch's own."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(attention, "find_spec", {attention.FLASH_ATTENTION_3: spec}.get)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", chosen.append)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: chosen.append(None))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    return chosen
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A device whose tensors are on the CPU."""
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *args, device=None, **options: ones(*args, **options))
+    monkeypatch.setattr(attention, "packing_kwargs", lambda lengths, device: packing_kwargs(lengths, "cpu"))
+    return "cuda"
+
+
+def test_hopper_gpus_use_flash_attention_3_if_it_is_installed(monkeypatch, gpu):
+    config, sizes = tiny_qwen2(), []
+    chosen = pretend(monkeypatch)
+    monkeypatch.setitem(attention._KERNELS, "cpu", lambda query, *args, **options: sizes.append(query.shape) or query)
+    activate_flash_attention(gpu, config)
+    assert (chosen, sizes) == (["FA3"], [(9, 1, 32)])
+    for options in ({"capability": (10, 0)}, {"capability": (8, 0)}, {"spec": None}):
+        chosen = pretend(monkeypatch, **options)
+        activate_flash_attention(gpu, config)
+        assert chosen == []
+    activate_flash_attention("cpu", config)
+    assert chosen == []
+
+
+def test_torch_keeps_its_own_kernel_where_flash_attention_3_fails(monkeypatch, gpu, caplog):
+    def fail(*args, **options):
+        raise RuntimeError("head size 32 is not supported")
+
+    chosen = pretend(monkeypatch)
+    monkeypatch.setitem(attention._KERNELS, "cpu", fail)
+    activate_flash_attention(gpu, tiny_qwen2())
+    assert chosen == ["FA3", None]
+    assert "head size 32 is not supported" in caplog.text

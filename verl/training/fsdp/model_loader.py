@@ -30,7 +30,7 @@ from verl.models.model_support import LAYER_TYPES, MODEL_ATTENTION, making_model
 from verl.training.fsdp.lora import add_adapter
 from verl.training.fsdp.model import PackedCausalLM, PackedModel, PackedValueModel, ScoredBackbone
 from verl.training.fsdp.shared_prompts import find_shared_prompts
-from verl.training.kernels.attention import PACKED_ATTENTION, register_attention
+from verl.training.kernels.attention import PACKED_ATTENTION, activate_flash_attention, register_attention
 from verl.training.settings import EngineSettings, Head
 from verl.training.sharded_loading import (
     SlicingError,
@@ -66,6 +66,7 @@ def load_model(
     disable_progress_bar()
     with making_model:
         hf, sources, note = open_model(settings)
+    activate_flash_attention(settings.device, hf.config)
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from verl.data.flat_batch import copy_to
 from verl.errors import EngineError
@@ -21,6 +24,12 @@ if TYPE_CHECKING:
 
 PACKED_ATTENTION = "verl_packed"
 """The value of `attn_implementation`."""
+FLASH_ATTENTION_3 = "flash_attn_interface"
+"""The module of FlashAttention 3 that torch looks for. It is not on PyPI."""
+HOPPER = 9
+"""The major compute capability of the GPUs that it is for."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,27 @@ def register_attention() -> None:
     """Register the packed attention with transformers under `PACKED_ATTENTION`, without a mask."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     AttentionMaskInterface.register(PACKED_ATTENTION, lambda *args, **kwargs: None)
+
+
+def activate_flash_attention(device: torch.device | str, config: PreTrainedConfig) -> None:
+    """Let torch call FlashAttention 3 on Hopper GPUs, if it is installed, instead of the version 2 that is in torch.
+
+    It stays with version 2 if heads of the model's size fail in version 3. Untested: it needs a GPU.
+    """
+    if torch.device(device).type != "cuda" or torch.cuda.get_device_capability()[0] != HOPPER:
+        return
+    if find_spec(FLASH_ATTENTION_3) is None:
+        return
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    try:
+        activate_flash_attention_impl("FA3")
+        states = torch.ones(9, 1, size, dtype=torch.bfloat16, device=device, requires_grad=True)
+        attend_packed(states, states, states, **packing_kwargs([4, 5], device)).sum().backward()
+        torch.accelerator.synchronize()
+    except Exception as error:  # noqa: BLE001 - builds of it fail in many ways, and it is not needed
+        restore_flash_attention_impl()
+        _log.warning("FlashAttention 3 is installed, but cannot be used: %s", error)
 
 
 def packing_kwargs(lengths: Sequence[int], device: torch.device | str) -> dict[str, Any]:

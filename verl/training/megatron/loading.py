@@ -19,6 +19,7 @@ from verl.models.model_safety import model_problems
 from verl.models.model_support import making_model
 from verl.training.fsdp.model import ScoredBackbone
 from verl.training.fsdp.model_loader import open_model
+from verl.training.kernels.attention import activate_flash_attention
 from verl.training.megatron.settings import MegatronSettings
 from verl.training.megatron.supported_models import find_problem
 from verl.training.megatron.transformer import PackedGPTModel, build_config, build_stage
@@ -74,6 +75,7 @@ def load_stage(settings: MegatronSettings, device: torch.device) -> StageModel:
     if problem := find_problem(hf.config.to_dict(), settings, dist.get_world_size()):
         raise EngineError(problem)
     check_names(hf, path)
+    activate_flash_attention(device, hf.config)
     tensors = hf.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in tensors.items()}
     whole: nn.Module = hf if settings.head == "tokens" else ScoredBackbone(hf)
