@@ -13,6 +13,11 @@ from verl.config.train_engines import get_train_engine
 CPU_SEQUENCES = 256
 """What an engine on the CPU generates at once by default. On accelerators vLLM chooses: as many or more."""
 
+RANKS_PER_EPISODE_WORKER = 8
+EPISODES_PER_WORKER = 1024
+"""Episodes that one episode worker runs at once before others help it, if there are as many cores for each."""
+CORES_PER_EPISODE_WORKER = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -166,6 +171,19 @@ def get_run_ahead(config: Config) -> float:
     """Return how many batches generation may be ahead of training."""
     wanted, staleness = config.async_training.staleness_threshold, config.trainer.max_staleness
     return min(staleness, 1 if wanted is None else wanted)
+
+
+def count_episode_workers(config: Config, cores: int) -> int:
+    """Return how many episode workers run, on nodes with as many cores.
+
+    They grow with the episodes that run at once, as far as there are cores, and with the train ranks. Runs in one
+    process, and deterministic ones, have one.
+    """
+    if config.trainer.local or config.trainer.deterministic:
+        return 1
+    episodes = config.data.train_batch_size * (1 + get_run_ahead(config)) * config.actor_rollout_ref.rollout.n
+    for_load = min(math.ceil(episodes / EPISODES_PER_WORKER), cores * config.trainer.nnodes // CORES_PER_EPISODE_WORKER)
+    return max(1, for_load, count_train_ranks(config) // RANKS_PER_EPISODE_WORKER)
 
 
 def count_validation_prompts(config: Config) -> int | None:

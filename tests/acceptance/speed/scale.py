@@ -30,7 +30,7 @@ from recording_console import RecordingConsole
 from simulated_clock import simulate
 from simulated_cluster import Cluster
 
-from verl.config.batch_sizes import count_train_ranks
+from verl.config.batch_sizes import RANKS_PER_EPISODE_WORKER, count_train_ranks
 from verl.config.load import load
 from verl.config.schema import Config
 from verl.data.samplers import PromptStream, SequentialSampler
@@ -41,7 +41,7 @@ from verl.tracking.sink import FunctionSink
 from verl.tracking.throughput import Throughput
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.build.placement import place_engines
-from verl.trainer.build.rl_builder import RANKS_PER_EPISODE_WORKER, build_supervisor
+from verl.trainer.build.rl_builder import build_supervisor
 from verl.trainer.build.worker_settings import build_planner, episode_settings, timeouts, train_settings
 from verl.trainer.launcher import rare_garbage_collection
 from verl.trainer.records.samples import RecordSettings, SampleRecorder

@@ -10,6 +10,7 @@ from verl.config.batch_sizes import (
     BatchSizes,
     count_data_ranks,
     count_engines,
+    count_episode_workers,
     count_policy_steps,
     count_rank_multiple,
     count_total_steps,
@@ -162,3 +163,23 @@ def test_the_table_is_aligned() -> None:
     lines = render_sizes(Config()).splitlines()
     assert len(lines) == len(rows)
     assert len({line.index(row.how, len(row.name)) for line, row in zip(lines, rows, strict=True)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "settings", "expected"),
+    [
+        (2, [], 1),
+        (96, [], 6),  # 8,192 episodes, and 16 cores for each worker
+        (256, [], 8),
+        (96, ["trainer.nnodes=2"], 8),
+        (96, [f"{R}.n=2"], 2),
+        (96, [f"{R}.n=2", "trainer.max_staleness=1"], 4),
+        (2, ["trainer.nnodes=4"], 4),
+        (256, ["trainer.deterministic=true"], 1),
+        (256, ["trainer.local=true", "trainer.n_gpus_per_node=1"], 1),
+    ],
+)
+def test_episode_workers_follow_episodes_and_cores(cores: int, settings: list[str], expected: int) -> None:
+    sizes = ["data.train_batch_size=1024", f"{R}.n=8", "trainer.n_gpus_per_node=8"]
+    [loaded] = load([*sizes, *settings], complete=False)
+    assert count_episode_workers(loaded.config, cores) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -13,10 +14,10 @@ from verl.cluster.device_pool import DevicePool
 from verl.cluster.hangs.pending_calls import MARGIN_S
 from verl.config.batch_sizes import (
     count_engine_devices,
+    count_episode_workers,
     count_lent_engines,
     count_rollout_devices,
     count_total_steps,
-    count_train_ranks,
     count_validation_prompts,
     get_max_sequence_tokens,
     get_run_ahead,
@@ -64,7 +65,6 @@ from verl.workers.rollout import RemoteEngine
 from verl.workers.train import PolicyGroup
 
 PROBE_LENGTH = 32
-RANKS_PER_EPISODE_WORKER = 8
 _STAGES = {
     "engines": "starting the rollout engines",
     "reward_models": "starting the reward models",
@@ -232,7 +232,7 @@ class RLBuilder(RunBuilder[Config]):
         reward_models: Sequence[RemoteRewardModel],
         reward: Callable[..., Any] | None,
     ) -> EpisodePool:
-        count = max(1, count_train_ranks(self.config) // RANKS_PER_EPISODE_WORKER)
+        count = count_episode_workers(self.config, os.cpu_count() or 1)
         settings = episode_settings(self.config, data.datasets, count, reward)
         pool = EpisodePool.spawn(
             self.pool, count, settings, supervisor.view, reward_models, deterministic=self.config.trainer.deterministic
