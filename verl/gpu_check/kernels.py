@@ -46,7 +46,7 @@ def check_attention(context: Context, checks: Checks) -> None:
     random = torch.Generator().manual_seed(0)
     worst = dict.fromkeys(("forward", "dq", "dk", "dv", "shared prompts"), 0.0)
     for case in CASES:
-        activate_flash_attention(context.device, PreTrainedConfig(head_dim=case.size))
+        activate_flash_attention(context.device, PreTrainedConfig.from_dict({"head_dim": case.size}))
         total = sum(LENGTHS)
         shapes = [(total, heads, case.size) for heads in (case.heads, case.key_heads, case.key_heads, case.heads)]
         *qkv, gradient = (torch.randn(shape, generator=random) for shape in shapes)
