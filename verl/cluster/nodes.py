@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from ray.exceptions import RayError
 
 from verl.cluster.device_pool import run_on_node
 from verl.cluster.environment import list_versions
+from verl.cluster.gpu_record import GpuRecord, read_record
 from verl.cluster.session import connect, disconnect
 
 _REPLY_S = 30.0
@@ -36,6 +37,24 @@ def inspect_nodes(options: Mapping[str, Any]) -> list[NodeReport]:
         return [_describe(node, task if task in ready else None) for task, node in tasks.items()]
     finally:
         disconnect()
+
+
+def read_gpu_records(nodes: Collection[str]) -> dict[str, GpuRecord]:
+    """Return what `verl gpu-check` has found on nodes of the cluster, given by their ids; the keys are their names."""
+    names = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in ray.nodes()}
+    tasks = {run_on_node(node, read_record): names[node] for node in nodes}
+    ready, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=_REPLY_S)
+    return {name: _read_reply(task if task in ready else None) for task, name in tasks.items()}
+
+
+def _read_reply(task: ray.ObjectRef | None) -> GpuRecord:
+    if task is None:
+        return GpuRecord(problem=f"no reply within {_REPLY_S:g} s")
+    try:
+        record: GpuRecord = ray.get(task)
+    except RayError as error:
+        return GpuRecord(problem=str(error).strip().splitlines()[-1])
+    return record
 
 
 def _describe(node: Mapping[str, Any], task: ray.ObjectRef | None) -> NodeReport:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from verl.commands.arguments import ArgumentParser
 from verl.config.rollout_engines import DEFAULT_ENGINE, IN_PROCESS_ENGINE
-from verl.gpu_check.runner import has_passed, make_report, run_stages
+from verl.gpu_check.runner import has_passed, make_report, remember, run_stages
 from verl.gpu_check.stage import Context, Result, State
 from verl.gpu_check.stages import STAGES
 
@@ -24,7 +24,8 @@ usage: verl gpu-check [--stages A,B] [--model PATH] [--steps N] [--engine NAME] 
 
 Check GPUs, drivers and packages by what runs do with them, and write a report to attach to an issue. Each stage
 compares results with others that were computed in a simpler way, and prints one line. Without a GPU the stages run on
-the CPU, each in the way that the CPU has. Exits with code 1 if a stage fails.
+the CPU, each in the way that the CPU has. Exits with code 1 if a stage fails. What passes on GPUs is recorded on this
+machine: later runs send weights by CUDA IPC or NCCL, until a version or the driver changes.
 
 options:
   --stages A,B            these alone; default: all
@@ -73,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(f"{gpus} GPUs\n" if gpus else "no GPU: on the CPU\n" if device == "cpu" else "no GPU\n")
         for result in run_stages(names, context, options.timeout):
             results.append(result)
+            remember(context, result)
             sys.stdout.write(f"{result}\n")
             sys.stdout.flush()
             options.report.write_text(json.dumps(make_report(context, results), indent=1) + "\n", encoding="utf-8")

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 
 from verl.cluster.environment import collect_report
+from verl.cluster.gpu_record import record_stage
+from verl.config.rollout_engines import DEFAULT_ENGINE
 from verl.gpu_check.stage import Context, Result, State
 from verl.gpu_check.stages import FIRST
 from verl.redaction import redact
@@ -89,6 +91,12 @@ def _hide(text: str) -> str:
     """Remove secrets and the home directory."""
     home = str(Path.home())
     return redact(text.replace(home, "~") if len(home) > 1 else text)
+
+
+def remember(context: Context, result: Result) -> None:
+    """Record on this machine whether a stage passes on its GPUs, for runs with `weight_transport=auto`."""
+    if context.device == "cuda" and context.engine == DEFAULT_ENGINE and result.state != State.SKIPPED:
+        record_stage(result.stage, has_passed=result.state == State.OK)
 
 
 def make_report(context: Context, results: Sequence[Result]) -> dict[str, Any]:

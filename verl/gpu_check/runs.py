@@ -46,13 +46,16 @@ def check_nccl(context: Context, checks: Checks) -> None:
     """Check a run whose weights go to the engines by NCCL, to other devices."""
     context.require_gpus(2)
     engines = context.gpus - context.gpus // 2
-    _check_learning(
-        context,
-        checks,
-        "nccl",
-        {"actor_rollout_ref.hybrid_engine": False, f"{ROLLOUT}.n_gpus_per_node": engines},
-        devices=context.gpus // 2,
-    )
+    _check_learning(context, checks, "nccl", _send_by_nccl(engines), devices=context.gpus // 2)
+
+
+def _send_by_nccl(devices: int) -> dict[str, Any]:
+    """Return the settings of engines on devices of their own."""
+    return {
+        "actor_rollout_ref.hybrid_engine": False,
+        f"{ROLLOUT}.n_gpus_per_node": devices,
+        f"{ROLLOUT}.weight_transport": "nccl",
+    }
 
 
 def check_tensor_parallel(context: Context, checks: Checks) -> None:
@@ -61,8 +64,13 @@ def check_tensor_parallel(context: Context, checks: Checks) -> None:
         context.require_gpus(2)
     if context.engine == IN_PROCESS_ENGINE:
         raise StageSkipped(f"needs vLLM: the engine {context.engine} has one device")
-    devices = context.gpus - context.gpus % 2 if context.device == "cuda" else 2
-    _check_few_steps(context, checks, {f"{ROLLOUT}.tensor_model_parallel_size": 2}, devices)
+    devices, wide = 2, {f"{ROLLOUT}.tensor_model_parallel_size": 2}
+    if context.device == "cuda":
+        devices = context.gpus - context.gpus % 2
+        _check_few_steps(context, checks, wide | {f"{ROLLOUT}.weight_transport": "ipc"}, devices)
+    if context.gpus > 2:
+        _check_few_steps(context, checks, wide | _send_by_nccl(2), 1)
+    _check_few_steps(context, checks, wide, devices)
 
 
 def check_offload(context: Context, checks: Checks) -> None:
@@ -143,6 +151,7 @@ def _train(
         settings={
             "trainer.device": context.device,
             f"{ROLLOUT}.name": context.engine,
+            f"{ROLLOUT}.weight_transport": "host",  # whatever earlier checks have found
             "ray_kwargs.ray_init.address": "local",  # this machine, whatever cluster the environment names
             **({f"{ROLLOUT}.gpu_memory_utilization": 0.4} if context.device == "cuda" else {}),
             **settings,

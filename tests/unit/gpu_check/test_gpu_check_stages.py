@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -264,6 +265,25 @@ def test_settings_on_gpus_are_valid(
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODELS["Qwen2.5-0.5B"]))
     with pytest.raises(StageSkipped, match="loaded" if check is not runs.check_nccl or gpus > 1 else "needs 2 GPUs"):
         check(context, Checks())
+
+
+@pytest.mark.parametrize(("gpus", "tried"), [(2, "ipc host"), (3, "ipc nccl host"), (8, "ipc nccl host")])
+def test_engines_of_two_gpus_get_weights_in_all_ways_that_their_number_permits(
+    gpus: int, tried: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transports: list[str] = []
+
+    def load_only(trainer: Any) -> Any:
+        rollout = trainer._load(trainer.prompts, tmp_path).config.actor_rollout_ref.rollout
+        assert rollout.tensor_model_parallel_size == 2
+        transports.append(rollout.weight_transport)
+        return SimpleNamespace(metrics=[])
+
+    monkeypatch.setattr(runs.GRPOTrainer, "train", load_only)
+    monkeypatch.setattr(runs, "check_steps", lambda *_: None)
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen2.5-0.5B"]))
+    runs.check_tensor_parallel(Context("cuda", gpus, tmp_path, str(tmp_path)), Checks())
+    assert transports == tried.split()
 
 
 def test_estimates_are_those_of_the_plan(tmp_path: Path) -> None:
