@@ -22,12 +22,13 @@ def test_each_start_is_a_line_and_the_settings_can_be_loaded_again(tmp_path: Pat
     secret = ["trainer.wandb_proxy=http://user:hunter2@proxy", "trainer.logger=wandb"]
     [loaded] = load([*GIVEN, *secret, f"trainer.default_local_dir={tmp_path}"], complete=False)
     for version in (0, 3):
-        asyncio.run(record_start(loaded.config, loaded.origins, version, 8, RecordingConsole()))
+        asyncio.run(record_start(loaded.config, loaded.origins, version, 8, RecordingConsole(), {"a.key": version}))
     lines = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert [(line["step"], line["total_steps"]) for line in lines] == [(0, 8), (3, 8)]
     key = "actor_rollout_ref.actor.optim.lr"
     assert lines[0]["settings"][key] == {"value": 1e-5, "origin": "command line, as optim.lr"}
     assert "versions" in lines[0]["environment"]
+    assert [line["resolved"] for line in lines] == [{"a.key": 0}, {"a.key": 3}]
     text = (tmp_path / "settings.yaml").read_text()
     assert "command line, as optim.lr" in text
     assert "hunter2" not in text + json.dumps(lines)

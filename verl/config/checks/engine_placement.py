@@ -19,7 +19,7 @@ _LENDING = f"{ROLLOUT}.lend_train_devices"
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Yield settings of devices that cannot work together."""
-    yield from _check_transports(config)
+    yield from find_transport_conflicts(config)
     yield from _check_separate_devices(config)
     for section, engine in list_engines(config):
         yield from _check_width(config, section, engine)
@@ -35,8 +35,8 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _check_transports(config: Config) -> Iterator[Conflict]:
-    """Check that weights and adapters can reach the engines."""
+def find_transport_conflicts(config: Config) -> Iterator[Conflict]:
+    """Yield why weights and adapters cannot reach the engines."""
     rollout, rank = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.peft.lora_rank
     transport, key, engine = rollout.weight_transport, f"{ROLLOUT}.weight_transport", get_rollout_engine(rollout.name)
     max_rank = engine.capabilities.max_lora_rank

@@ -171,7 +171,7 @@ class RolloutConfig(Section):
     load_format: Literal["dummy", "auto", "safetensors"] = setting("dummy", only_if=_HAS_SUPPORT)
     """What an engine loads at startup; dummy: nothing, if the first weight sync brings all weights."""
     weight_transport: Literal["auto", "host", "nccl", "ipc"] = setting("auto")
-    """How weights reach the engines; auto: host memory. nccl and ipc are not yet tested on GPUs."""
+    """How weights reach the engines; auto: ipc or nccl once `verl gpu-check` has passed, else host memory."""
     update_weights_bucket_megabytes: Count = setting(512, unit="MiB")
     """Size of the buckets in which weights are sent; three may exist at a time."""
     lora_transport: Literal["auto", "adapter", "merged"] = setting("auto", only_if=_HAS_ADAPTER)

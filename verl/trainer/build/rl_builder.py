@@ -10,8 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from verl.cluster.device_pool import DevicePool
+from verl.cluster.device_pool import DevicePool, PlacementPool
 from verl.cluster.hangs.pending_calls import MARGIN_S
+from verl.cluster.nodes import read_gpu_records
 from verl.config.batch_sizes import (
     count_engine_devices,
     count_episode_workers,
@@ -43,6 +44,8 @@ from verl.trainer.build.data import RunData, read_data
 from verl.trainer.build.placement import EnginePlacer, place_reward_models
 from verl.trainer.build.preflight import check_determinism, check_engine_layout, memory_notes
 from verl.trainer.build.runtime import RunBuilder, device_hints
+from verl.trainer.build.weight_transport import KEY as WEIGHT_TRANSPORT
+from verl.trainer.build.weight_transport import choose_transport
 from verl.trainer.build.worker_settings import (
     build_planner,
     coarsest_dtype,
@@ -124,10 +127,12 @@ class RLBuilder(RunBuilder[Config]):
         self.note(memory_notes(self.config, self.device))
         policy = await self.spawn_train_workers(PolicyGroup)
         devices = [] if self.device == "cpu" else await policy.visible_devices()
-        if self.config.actor_rollout_ref.hybrid_engine:
+        own_devices = None if self.config.actor_rollout_ref.hybrid_engine else await self.reserve_rollout_devices()
+        await self.resolve_transport([self.pool] if own_devices is None else [self.pool, own_devices])
+        if own_devices is None:
             placer = EnginePlacer(self.config, self.pool, self.device, devices)
         else:
-            placer = EnginePlacer(self.config, await self.reserve_rollout_devices(), self.device)
+            placer = EnginePlacer(self.config, own_devices, self.device)
         self._closing.callback(placer.close)
         engines = placer.spawn_first()
         shares_devices: bool | range = frees_engine_memory(self.config, self.device)
@@ -203,6 +208,16 @@ class RLBuilder(RunBuilder[Config]):
         return await self.reserve_devices(
             count_rollout_devices(self.config), width, "actor_rollout_ref.rollout.n_gpus_per_node"
         )
+
+    async def resolve_transport(self, pools: Sequence[PlacementPool]) -> None:
+        """Choose how weights go to the engines on accelerators, where the settings leave it open."""
+        if self.device == "cpu" or self.config.actor_rollout_ref.rollout.weight_transport != "auto":
+            return
+        nodes = {node for pool in pools if isinstance(pool, DevicePool) for node in pool.list_nodes()}
+        choose = partial(choose_transport, self.config, self.device, partial(read_gpu_records, nodes))
+        transport, line = await asyncio.to_thread(choose)
+        self.resolve(WEIGHT_TRANSPORT, transport)
+        self.note([line])
 
     async def load_data(self) -> RunData:
         """Read the data in a thread, unless the workers run in this process too: their imports would collide."""

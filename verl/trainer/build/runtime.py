@@ -20,7 +20,7 @@ from verl.cluster.session import detect_device, disconnect, reconnect, write_tim
 from verl.cluster.worker_logs import copy_worker_logs
 from verl.config.batch_sizes import count_extra_devices, count_group_devices, count_rank_multiple, count_train_ranks
 from verl.config.checks import Check, asynchronous, device_support, run_checks, trainer
-from verl.config.paths import change_settings, with_changes
+from verl.config.paths import change_settings, get_value, with_changes
 from verl.config.schema import Config, Section, SftConfig
 from verl.data.samplers import PromptStream
 from verl.errors import CheckpointError, ConfigError
@@ -142,6 +142,7 @@ class RunBuilder(Generic[C]):
     ) -> None:
         self.config: C = with_absolute_paths(config, self.paths)
         self._origins = origins or {}
+        self._left_open: dict[str, Any] = {}  # settings that the start has resolved -> their given values
         self.console, self.restarts, self._closing = console, restarts, closing
         self.times = Metrics()
         console.is_animated &= not config.trainer.local  # a spinner would write over the prompt of a debugger
@@ -175,6 +176,11 @@ class RunBuilder(Generic[C]):
         if advice := advise_on_cores(self.config.trainer.n_gpus_per_node, self.device, os.cpu_count() or 1):
             self.console.advice(advice)
         self.pool = await self.reserve_devices(ranks, width, "trainer.n_gpus_per_node")
+
+    def resolve(self, key: str, value: Any) -> None:
+        """Set what the settings leave open until the devices are known. The record of the start has both values."""
+        self._left_open[key] = get_value(self.config, key)
+        self.config = change_settings(self.config, {key: value})
 
     async def reserve_devices(self, count: int, width: int, setting: str) -> DevicePool:
         """Reserve devices of the cluster until the run ends; `setting` is what to lower if there are too few."""
@@ -215,7 +221,9 @@ class RunBuilder(Generic[C]):
         self.tracker = open_tracker(self.config, self.console, schedule, version, read_engines)
         self._closing.callback(self.tracker.close)
         self.tracker.log(self.times, version)
-        await record_start(self.config, self._origins, version, schedule.total_steps, self.console)
+        given = change_settings(self.config, self._left_open)  # a run that reads them again resolves them again
+        resolved = {key: get_value(self.config, key) for key in self._left_open}
+        await record_start(given, self._origins, version, schedule.total_steps, self.console, resolved)
         return version
 
     def open_record(self, name: str, version: int) -> BufferedSink:

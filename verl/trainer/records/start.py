@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from verl.cluster.environment import collect_report
 from verl.config.render import render, render_json
@@ -16,7 +17,12 @@ from verl.tracking.sinks import KEEP_ALL, open_record
 
 
 async def record_start(
-    config: Config | SftConfig, origins: Mapping[str, str], version: int, total_steps: int, console: Console
+    config: Config | SftConfig,
+    origins: Mapping[str, str],
+    version: int,
+    total_steps: int,
+    console: Console,
+    resolved: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `settings.yaml`, which can be loaded again, and a line of `starts.jsonl`. Secrets are hidden in both.
 
@@ -26,12 +32,14 @@ async def record_start(
         version: The version of the weights that the run starts with.
         total_steps: The number of steps after which the run ends.
         console: Reports a disk that cannot be written; the run goes on.
+        resolved: What this start has chosen for settings that leave it open.
     """
     folder = config.trainer.checkpoint_dir
     record = {
         "total_steps": total_steps,
         "command": " ".join(map(redact, sys.argv)),
         "settings": render_json(config, only_changed=True, origins=origins),
+        "resolved": dict(resolved or {}),
         "environment": await asyncio.to_thread(collect_report),
     }
     starts = open_record("starts", folder, KEEP_ALL, console)
