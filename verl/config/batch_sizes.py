@@ -5,11 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import TypeVar
 
 from verl.config.features import list_trained_models, uses_critic
-from verl.config.schema import Config, SftConfig
+from verl.config.paths import change_settings, get_value
+from verl.config.schema import Config, Section, SftConfig
+from verl.config.schema.conditions import ACTOR, DYNAMIC, REF, ROLLOUT
 from verl.config.train_engines import get_train_engine
 
+C = TypeVar("C", bound=Section)
+
+_SAMPLE_SIZES = (
+    *(f"{ACTOR}.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"),
+    *(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", f"{REF}.log_prob_micro_batch_size_per_gpu"),
+)
 CPU_SEQUENCES = 256
 """What an engine on the CPU generates at once by default. On accelerators vLLM chooses: as many or more."""
 
@@ -50,6 +59,21 @@ class BatchSizes:
         return _ceil(prompts, self.mini_batch) * self.epochs
 
 
+def resolve_batching(config: C, origins: dict[str, str]) -> C:
+    """Return the settings with micro-batches limited by samples, if only their sizes in samples are given."""
+    given = [key for key in _SAMPLE_SIZES if key in origins and get_value(config, key) is not None]
+    if not given or DYNAMIC in origins:
+        return config
+    origins[DYNAMIC] = f"{given[0]} is given"
+    return change_settings(config, {DYNAMIC: False})
+
+
+def uses_dynamic_batches(config: Config) -> bool:
+    """Whether micro-batches of the policy are limited by tokens; by default on accelerators."""
+    wanted = config.actor_rollout_ref.actor.use_dynamic_bsz
+    return config.trainer.device == "cuda" if wanted is None else wanted
+
+
 def get_actor_batch_sizes(config: Config) -> BatchSizes:
     """Return the batch sizes of the policy."""
     actor = config.actor_rollout_ref.actor
@@ -57,15 +81,15 @@ def get_actor_batch_sizes(config: Config) -> BatchSizes:
     return BatchSizes(
         mini_batch=actor.ppo_mini_batch_size,
         epochs=actor.ppo_epochs,
-        micro_batch_samples=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
-        micro_batch_tokens=tokens if actor.use_dynamic_bsz else None,
+        micro_batch_samples=None if uses_dynamic_batches(config) else actor.ppo_micro_batch_size_per_gpu,
+        micro_batch_tokens=tokens if uses_dynamic_batches(config) else None,
     )
 
 
 def get_critic_batch_sizes(config: Config) -> BatchSizes:
     """Return the batch sizes of the critic; the actor's, where its own settings are null."""
     critic, actor = config.critic, config.actor_rollout_ref.actor
-    dynamic = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
+    dynamic = uses_dynamic_batches(config) if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
     tokens = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
     return BatchSizes(
         mini_batch=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
@@ -284,9 +308,11 @@ def _derive_model_sizes(config: Config, sizes: BatchSizes, section: str) -> list
         how = f"{section}.ppo_max_token_len_per_gpu{_times_ulysses(config)}"
         return [*rows, Size(f"tokens per {model}micro-batch", sizes.micro_batch_tokens, how)]
     micro = min(sizes.micro_batch_samples, on_rank)
+    may_change = trained.use_dynamic_bsz is None and config.actor_rollout_ref.actor.use_dynamic_bsz is None
+    more = ", or ppo_max_token_len_per_gpu on accelerators" if may_change and config.trainer.device == "auto" else ""
     return [
         *rows,
-        Size(f"samples per {model}micro-batch", micro, f"{section}.ppo_micro_batch_size_per_gpu"),
+        Size(f"samples per {model}micro-batch", micro, f"{section}.ppo_micro_batch_size_per_gpu{more}"),
         Size("... maximum tokens", micro * longest, f"{micro} samples x {longest} tokens"),
         Size(f"micro-batches per {model}mini-batch", _ceil(on_rank, micro), f"{on_rank} samples / {micro}"),
     ]

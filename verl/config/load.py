@@ -1,8 +1,8 @@
 """Load settings from a command line, a YAML file or a dict into a validated, frozen `Config` or `SftConfig`.
 
 The stages: Hydra's grammar and defaults lists -> canonical keys (`legacy`) -> interpolations -> known keys and types
-(`schema`) -> settings that others set (`asynchronous`) -> settings against each other (`checks`), all for one
-`RunType`. Problems of all stages are collected and raised as one error.
+(`schema`) -> settings that others set (`asynchronous`, `batch_sizes`) -> settings against each other (`checks`), all
+for one `RunType`. Problems of all stages are collected and raised as one error.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from verl.config import checks
 from verl.config.adapter_files import fill_from_adapter
 from verl.config.asynchronous import delete_empty_batch, resolve_asynchronous
+from verl.config.batch_sizes import resolve_batching
 from verl.config.checks.requirements import find_missing
 from verl.config.command_line import (
     SweepPoint,
@@ -170,7 +171,7 @@ def _build(
     origins |= fill_from_adapter(run_type.root, known, hints)
     problems += _import_external(run_type, known)
     config, invalid = _validate(run_type, known, problems)
-    config = resolve_asynchronous(config, hints, origins)
+    config = resolve_batching(resolve_asynchronous(config, hints, origins), origins)
     conflicts = checks.run_checks([find_missing, *run_type.conflicts] if complete else run_type.conflicts, config)
     # an invalid value was replaced by its default, so a conflict that names its key may not exist
     problems += [conflict for conflict in conflicts if not any(_names(conflict, key) for key in invalid)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from verl.config.batch_sizes import uses_dynamic_batches
 from verl.config.features import uses_critic
 from verl.config.schema.actor import ActorConfig
 from verl.config.schema.critic import CriticConfig
@@ -21,7 +22,7 @@ def rl_memory_advice(config: Config) -> str:
         config.actor_rollout_ref.actor,
         config.actor_rollout_ref.rollout,
     )
-    name = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
+    name = "ppo_max_token_len_per_gpu" if uses_dynamic_batches(config) else "ppo_micro_batch_size_per_gpu"
     limits = {f"actor_rollout_ref.actor.{name}": getattr(actor, name)}
     switches = {"actor_rollout_ref.model.enable_gradient_checkpointing": model.enable_gradient_checkpointing}
     switches |= list_offload_settings("actor_rollout_ref.actor", actor)

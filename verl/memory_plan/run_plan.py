@@ -14,8 +14,10 @@ from verl.config.batch_sizes import (
     get_critic_batch_sizes,
     get_max_sequence_tokens,
     get_ulysses_size,
+    uses_dynamic_batches,
 )
 from verl.config.features import frees_engine_memory
+from verl.config.paths import change_settings
 from verl.config.schema.actor import RefConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import Config
@@ -44,6 +46,7 @@ _MANY_STEPS = 1_000_000  # the number of steps does not matter here
 
 def plan_memory(config: Config, build: BuildSettings) -> MemoryPlan:
     """Return the memory of a run on accelerators, whatever trainer.device says."""
+    config = change_settings(config, {"trainer.device": DEVICE})
     settings = build(config, config.trainer.total_training_steps or _MANY_STEPS, DEVICE)
     update, micro_batches = _update_size(config, get_actor_batch_sizes(config))
     models = {"actor": _model(config, settings.actor, update, micro_batches)}
@@ -122,7 +125,7 @@ def _update_size(config: Config, sizes: BatchSizes) -> tuple[PassSize, int]:
 
 def _forward_size(config: Config, section: RolloutConfig | RefConfig, update: PassSize) -> PassSize:
     """Return the largest micro-batch of a log-prob pass; as large as that of an update if the settings are null."""
-    if config.actor_rollout_ref.actor.use_dynamic_bsz:
+    if uses_dynamic_batches(config):
         tokens = section.log_prob_max_token_len_per_gpu
         return update if tokens is None else _by_tokens(config, tokens * get_ulysses_size(config))
     samples = section.log_prob_micro_batch_size_per_gpu

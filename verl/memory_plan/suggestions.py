@@ -9,7 +9,12 @@ from itertools import product
 from math import gcd, inf
 from typing import Any
 
-from verl.config.batch_sizes import count_engine_devices, count_train_ranks, get_max_sequence_tokens
+from verl.config.batch_sizes import (
+    count_engine_devices,
+    count_train_ranks,
+    get_max_sequence_tokens,
+    uses_dynamic_batches,
+)
 from verl.config.features import uses_critic
 from verl.config.paths import change_settings, format_value, get_value
 from verl.config.rollout_engines import get_rollout_engine
@@ -21,7 +26,7 @@ from verl.config.train_engines import get_train_engine
 from verl.errors import ConfigError
 from verl.memory_plan.accelerators import GIB, Device, assume_device
 from verl.memory_plan.device_memory import MemoryPlan
-from verl.memory_plan.run_plan import BuildSettings, get_cluster, get_workload, has_shared_devices, plan_memory
+from verl.memory_plan.run_plan import DEVICE, BuildSettings, get_cluster, get_workload, has_shared_devices, plan_memory
 from verl.memory_plan.step_time import estimate_step
 from verl.models.model_folder import read_config
 from verl.models.model_support import heads_problem
@@ -125,6 +130,7 @@ def rank_suggestions(config: Config, device: Device, build: BuildSettings) -> li
 
     If the run fits as it is set, nothing but that width is changed.
     """
+    config = change_settings(config, {"trainer.device": DEVICE})
     cluster, load = get_cluster(config, device), get_workload(config)
 
     def evaluate(values: Changes) -> MemoryPlan | None:
@@ -217,7 +223,7 @@ def _options(config: Config) -> Iterator[SettingsChange]:
         yield SettingsChange({f"{ROLLOUT}.free_cache_engine": True}, "the engine wakes up once per step")
     yield from _offload_options(config)
     for key, model in trained.items():
-        is_dynamic = actor.use_dynamic_bsz if model.use_dynamic_bsz is None else model.use_dynamic_bsz
+        is_dynamic = uses_dynamic_batches(config) if model.use_dynamic_bsz is None else model.use_dynamic_bsz
         limit = "ppo_max_token_len_per_gpu" if is_dynamic else "ppo_micro_batch_size_per_gpu"
         least = get_max_sequence_tokens(config) if is_dynamic else 1
         value = (getattr(model, limit) or getattr(actor, limit)) // 2

@@ -21,7 +21,7 @@ from verl.config.batch_sizes import (
     get_max_sequence_tokens,
     render_sizes,
 )
-from verl.config.load import load
+from verl.config.load import load, load_dict
 from verl.config.schema import Config
 
 pytestmark = pytest.mark.unit
@@ -111,6 +111,76 @@ def test_batch_sizes_of_the_critic_default_to_those_of_the_actor() -> None:
     own = ["critic.ppo_mini_batch_size=8", "critic.ppo_epochs=1", "critic.use_dynamic_bsz=false"]
     [loaded] = load([GAE, *actor, *own], complete=False)
     assert get_critic_batch_sizes(loaded.config) == BatchSizes(8, 8, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        (["trainer.device=cuda"], (16384, 16384)),
+        (["trainer.device=cpu"], (None, None)),
+        ([], (None, None)),  # the start of the run knows the device
+        (["trainer.device=cuda", f"{A}.use_dynamic_bsz=false"], (None, None)),
+        (["trainer.device=cuda", f"{A}.ppo_max_token_len_per_gpu=5000"], (5000, 5000)),
+        (["trainer.device=cuda", f"{A}.ppo_micro_batch_size_per_gpu=8"], (None, None)),
+        (["trainer.device=cuda", "critic.ppo_micro_batch_size_per_gpu=2"], (None, None)),
+        (["trainer.device=cuda", f"{R}.log_prob_micro_batch_size_per_gpu=2"], (None, None)),
+        (["trainer.device=cuda", f"{R}.log_prob_micro_batch_size_per_gpu=null"], (16384, 16384)),
+        (["trainer.device=cuda", f"{A}.ppo_micro_batch_size_per_gpu=8", f"{A}.use_dynamic_bsz=true"], (16384, 16384)),
+        (["trainer.device=cuda", f"{A}.ppo_micro_batch_size_per_gpu=8", f"{A}.use_dynamic_bsz=null"], (16384, 16384)),
+        (["trainer.device=cuda", "critic.use_dynamic_bsz=false"], (16384, None)),
+        (["trainer.device=cpu", "critic.use_dynamic_bsz=true"], (None, 16384)),
+    ],
+)
+def test_tokens_limit_micro_batches_on_accelerators_unless_a_size_in_samples_is_given(
+    settings: list[str], tokens: tuple[int | None, int | None]
+) -> None:
+    config = load([GAE, *settings], complete=False)[0].config
+    sizes = (get_actor_batch_sizes(config), get_critic_batch_sizes(config))
+    assert tuple(each.micro_batch_tokens for each in sizes) == tokens
+    assert [each.micro_batch_samples is None for each in sizes] == [each is not None for each in tokens]
+
+
+def test_settings_that_are_listed_completely_leave_the_limit_open() -> None:
+    everything = load([], complete=False)[0].config.model_dump(mode="json")
+    config = load_dict(everything, ["trainer.device=cuda"], complete=False).config
+    assert get_actor_batch_sizes(config).micro_batch_tokens == 16384
+
+
+def test_a_limit_by_samples_that_another_setting_implies_has_it_as_its_origin() -> None:
+    [loaded] = load([f"{A}.ppo_micro_batch_size_per_gpu=8"], complete=False)
+    assert loaded.origins[f"{A}.use_dynamic_bsz"] == f"{A}.ppo_micro_batch_size_per_gpu is given"
+    again = load_dict(loaded.config.model_dump(mode="json"), ["trainer.device=cuda"], complete=False).config
+    assert get_actor_batch_sizes(again).micro_batch_samples == 8
+
+
+def test_the_sizes_of_a_step_say_that_the_device_decides() -> None:
+    def explain(*settings: str) -> list[str]:
+        rows = derive_sizes(load([GAE, *settings], complete=False)[0].config)
+        return [size.how.rpartition(".")[2] for size in rows if "micro-batch" in size.name and "per_gpu" in size.how]
+
+    own = ("critic.use_dynamic_bsz=false",)
+    samples, open_samples = (
+        "ppo_micro_batch_size_per_gpu",
+        "ppo_micro_batch_size_per_gpu, or ppo_max_token_len_per_gpu on accelerators",
+    )
+    assert explain() == [open_samples, open_samples]
+    assert explain(*own) == [open_samples, samples]
+    assert explain("trainer.device=cpu") == [samples, samples]
+    assert explain("trainer.device=cuda") == ["ppo_max_token_len_per_gpu"] * 2
+
+
+def test_a_size_that_the_device_makes_useless_is_reported() -> None:
+    def reported(*settings: str) -> list[str]:
+        hints = load([GAE, f"{R}.n=8", *settings], complete=False)[0].hints
+        return [hint.partition("=")[0] for hint in hints if "has no effect" in hint]
+
+    for key in (f"{A}.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"):
+        assert reported(f"{key}=9000") == reported(f"{key}=9000", "trainer.device=cuda") == []
+        assert reported(f"{key}=9000", "trainer.device=cpu") == [key]
+    key = "critic.ppo_micro_batch_size_per_gpu"
+    assert reported(f"{key}=2", "trainer.device=cuda") == []
+    assert reported(f"{key}=2", "trainer.device=cuda", f"{A}.use_dynamic_bsz=true") == [key]
+    assert reported(f"{key}=2", "trainer.device=cuda", f"{A}.use_dynamic_bsz=null") == [key]
 
 
 def test_the_critics_warm_up_takes_steps_from_the_policy_if_there_is_a_critic() -> None:

@@ -125,7 +125,7 @@ EFFECTS: dict[str, Effect] = {
     "critic.ppo_mini_batch_size": CRITIC,
     "critic.ppo_micro_batch_size_per_gpu": CRITIC,
     "critic.use_dynamic_bsz": CRITIC,
-    "critic.ppo_max_token_len_per_gpu": critic_when("critic.use_dynamic_bsz", True),
+    "critic.ppo_max_token_len_per_gpu": CRITIC,  # on accelerators
     "critic.ppo_epochs": CRITIC,
     "critic.loss_agg_mode": CRITIC,
     "critic.cliprange_value": CRITIC,

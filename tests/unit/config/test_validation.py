@@ -236,7 +236,6 @@ def test_importance_weights_of_old_responses_are_exact_with_the_mask() -> None:
         (f"{A}.kl_loss_coef=0.1", [f"{A}.use_kl_loss=true"]),
         (f"{A}.kl_loss_type=k1", [f"{A}.use_kl_loss=true"]),
         (f"{A}.loss_scale_factor=100.0", [f"{A}.loss_agg_mode=seq-mean-token-sum-norm"]),
-        (f"{A}.ppo_max_token_len_per_gpu=9000", [f"{A}.use_dynamic_bsz=true"]),
         (f"{A}.peft.lora_alpha=32", [f"{A}.peft.lora_rank=8"]),
         (f"{A}.peft.target_modules=q_proj", [f"{A}.peft.lora_rank=8"]),
         (f"{R}.lora_transport=merged", [f"{A}.peft.lora_rank=8"]),
@@ -267,6 +266,9 @@ def test_settings_of_checkpoints_are_reported_if_nothing_is_saved(ignored: str) 
     ("ignored", "by"),
     [
         (f"{A}.ppo_micro_batch_size_per_gpu=2", [f"{A}.use_dynamic_bsz=true"]),
+        (f"{A}.ppo_max_token_len_per_gpu=9000", [f"{A}.use_dynamic_bsz=false"]),
+        (f"{A}.ppo_max_token_len_per_gpu=9000", ["trainer.device=cpu"]),
+        (f"{A}.ppo_max_token_len_per_gpu=9000", [f"{A}.ppo_micro_batch_size_per_gpu=2"]),
         (f"{A}.clip_ratio=0.1", [f"{A}.clip_ratio_low=0.2", f"{A}.clip_ratio_high=0.3"]),
         (f"{A}.optim.lr_warmup_steps_ratio=0.1", [f"{A}.optim.lr_warmup_steps=4"]),
         (f"{R}.max_num_seqs=64", [f"{R}.name=hf"]),

@@ -10,6 +10,7 @@ import pytest
 from public_models import MODELS
 
 from verl.cli import main
+from verl.config.batch_sizes import get_actor_batch_sizes
 from verl.config.load import load
 from verl.config.paths import change_settings
 from verl.config.schema import Config
@@ -20,6 +21,7 @@ from verl.memory_plan.run_plan import plan_memory
 from verl.memory_plan.suggestions import Suggestion, memory_note, rank_suggestions, suggest_settings
 from verl.trainer.build import preflight
 from verl.trainer.build.worker_settings import train_settings
+from verl.workers.train_settings import TrainSettings
 
 pytestmark = pytest.mark.unit
 Load = Callable[..., Config]
@@ -49,9 +51,29 @@ def test_models_and_sizes_follow_from_the_settings(config: Load) -> None:
     assert list(run.models) == ["actor", "critic", "reference"]
     actor = run.models["actor"]
     assert actor.update is not None
-    assert (actor.ranks, actor.update.tokens, actor.update.trained, actor.micro_batches) == (8, 8192, 4096, 4)
+    assert (actor.ranks, actor.update.tokens, actor.update.trained, actor.micro_batches) == (8, 16384, 8192, 2)
     assert actor.settings.compute_dtype == "bfloat16"
     assert run.models["critic"].shape.has_value_head
+
+
+def test_a_given_number_of_samples_limits_a_pass_and_what_is_proposed(config: Load) -> None:
+    settings = config("Qwen2.5-32B", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", "trainer.nnodes=4")
+    update = plan_memory(settings, train_settings).models["actor"].update
+    assert update is not None
+    assert update.tokens == 8192
+    is_tried: list[str] = []
+
+    def build(config: Config, steps: int, device: str) -> TrainSettings:
+        sizes = get_actor_batch_sizes(config)
+        is_tried.append("samples" if sizes.micro_batch_tokens is None else "tokens")
+        if (sizes.micro_batch_samples or 8) < 8 or (sizes.micro_batch_tokens or 16384) < 16384:
+            is_tried.append("less")
+        return train_settings(config, steps, device)
+
+    for each, kind in ((settings, "samples"), (config("Qwen2.5-32B", "trainer.nnodes=4"), "tokens")):
+        rank_suggestions(each, assume_device(20 * GIB), build)
+        assert set(is_tried) == {kind, "less"}
+        is_tried.clear()
 
 
 def test_a_limit_of_tokens_is_at_least_a_sequence(config: Load) -> None:

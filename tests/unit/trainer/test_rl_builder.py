@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import shutil
 import warnings
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+from recording_console import RecordingConsole
 from tiny import tiny_qwen2
 
 from verl.cluster.local import LocalPool
@@ -26,8 +28,9 @@ from verl.trainer.build.preflight import (
     estimate_checkpoint_bytes,
     find_folder_problems,
 )
-from verl.trainer.build.rl_builder import build_trainer
+from verl.trainer.build.rl_builder import RLBuilder, build_trainer
 from verl.trainer.build.runtime import RunBuilder
+from verl.trainer.restarts import RestartTracker
 
 pytestmark = pytest.mark.unit
 
@@ -79,6 +82,37 @@ async def test_a_failing_start_closes_what_has_started_and_leaves_no_coroutine(m
         gc.collect()
     assert [str(warning.message) for warning in caught if "never awaited" in str(warning.message)] == []
     assert closed == ["engine", "reward model", "train workers", "runtime"]
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "is_dynamic"),
+    [
+        ((), "cuda", True),
+        ((), "cpu", False),
+        (("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",), "cuda", False),
+    ],
+)
+async def test_what_limits_micro_batches_is_resolved_with_the_device_and_hints_follow(
+    given: tuple[str, ...], device: str, is_dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start_runtime(builder: RunBuilder[Config]) -> None:
+        builder.device = device
+
+    def stop(config: Config, device: str) -> NoReturn:
+        raise DataError("stopped")
+
+    monkeypatch.setattr(RunBuilder, "start_runtime", start_runtime)
+    monkeypatch.setattr(rl_builder, "check_determinism", stop)
+    console = RecordingConsole()
+    config = config_of("data.max_response_length=20000", *given)
+    builder = RLBuilder(config, console, RestartTracker(console), AsyncExitStack())
+    with pytest.raises(DataError, match="stopped"):
+        await builder.build()
+    assert builder.config.actor_rollout_ref.actor.use_dynamic_bsz is is_dynamic
+    assert builder.given.actor_rollout_ref.actor.use_dynamic_bsz is config.actor_rollout_ref.actor.use_dynamic_bsz
+    data: Any = SimpleNamespace(order=SimpleNamespace(length=1000))
+    builder.build_schedule(data)
+    assert any("16384 is less than the longest sequence" in text for text in console.messages) == is_dynamic
 
 
 async def test_problems_of_models_files_and_the_reward_function_are_reported_in_one_error(tmp_path: Any) -> None:

@@ -258,8 +258,8 @@ class ActorConfig(Section):
     """Prompts per optimizer step over all ranks; each has rollout.n samples."""
     ppo_micro_batch_size_per_gpu: Count = setting(8, unit="samples", only_if=BY_SAMPLES)
     """Samples per rank and pass; does not change the gradient."""
-    use_dynamic_bsz: bool = setting(False)
-    """Limit micro-batches by tokens (ppo_max_token_len_per_gpu) instead of samples."""
+    use_dynamic_bsz: bool | None = setting(None)
+    """Limit micro-batches by tokens, not samples; null: on accelerators, if no size in samples is given."""
     ppo_max_token_len_per_gpu: Count = setting(16384, unit="tokens", only_if=BY_TOKENS)
     """Maximum tokens per micro-batch; longer samples run alone."""
     use_prefix_grouper: bool = setting(

@@ -93,5 +93,18 @@ HAS_CRITIC = OnlyIf(
     f"only {ESTIMATOR}=gae trains a critic, or your own estimator with critic.enable=true",
 )
 HAS_DEVICE_MEMORY = unless("trainer.device", "cpu", reason="on CPU (trainer.device) everything is in host memory")
-BY_TOKENS = needs(f"{ACTOR}.use_dynamic_bsz")
-BY_SAMPLES = unless(f"{ACTOR}.use_dynamic_bsz", True)
+DYNAMIC = f"{ACTOR}.use_dynamic_bsz"
+
+
+def may_batch_by_tokens(dynamic: bool | None, device: str) -> bool:
+    """Whether micro-batches may be limited by tokens; by default they are on accelerators."""
+    return device != "cpu" if dynamic is None else dynamic
+
+
+def may_batch_by_samples(dynamic: bool | None, device: str) -> bool:
+    """Whether micro-batches may be limited by samples; by default they are on the CPU."""
+    return device != "cuda" if dynamic is None else not dynamic
+
+
+BY_TOKENS = OnlyIf((DYNAMIC, "trainer.device"), may_batch_by_tokens, f"{DYNAMIC} is false (the default on the CPU)")
+BY_SAMPLES = OnlyIf((DYNAMIC, "trainer.device"), may_batch_by_samples, f"{DYNAMIC} is true (the default on GPUs)")

@@ -12,15 +12,19 @@ from verl.config.schema.actor import (
     TrainEngineName,
 )
 from verl.config.schema.base import Count, Positive, Section, section, setting
-from verl.config.schema.conditions import OnlyIf
+from verl.config.schema.conditions import DYNAMIC, OnlyIf, may_batch_by_samples, may_batch_by_tokens
 from verl.config.train_engines import DEFAULT_ENGINE
 
-_DYNAMIC = (".use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz")
+_DYNAMIC = (".use_dynamic_bsz", DYNAMIC, "trainer.device")
 _BY_TOKENS = OnlyIf(
-    _DYNAMIC, lambda critic, actor: actor if critic is None else critic, "use_dynamic_bsz of the critic is false"
+    _DYNAMIC,
+    lambda critic, *actor: may_batch_by_tokens(*actor) if critic is None else critic,
+    "use_dynamic_bsz of the critic is false",
 )
 _BY_SAMPLES = OnlyIf(
-    _DYNAMIC, lambda critic, actor: not (actor if critic is None else critic), "use_dynamic_bsz of the critic is true"
+    _DYNAMIC,
+    lambda critic, *actor: may_batch_by_samples(*actor) if critic is None else not critic,
+    "use_dynamic_bsz of the critic is true",
 )
 
 

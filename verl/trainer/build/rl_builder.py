@@ -25,6 +25,7 @@ from verl.config.batch_sizes import (
 )
 from verl.config.checks import TRAIN_HINTS
 from verl.config.features import frees_engine_memory, transport_name
+from verl.config.schema.conditions import DYNAMIC
 from verl.config.schema.root import Config
 from verl.data.samplers import PromptStream
 from verl.errors import ConfigError
@@ -122,6 +123,8 @@ class RLBuilder(RunBuilder[Config]):
         model_ready: Callable[[], Awaitable[None]] | None = None,
     ) -> TrainLoop[RLTrainer]:
         await self.start_runtime()
+        if self.config.actor_rollout_ref.actor.use_dynamic_bsz is None:
+            self.resolve(DYNAMIC, self.device != "cpu")
         check_determinism(self.config, self.device)
         check_engine_layout(self.config, self.device)
         self.note(memory_notes(self.config, self.device))
@@ -234,7 +237,7 @@ class RLBuilder(RunBuilder[Config]):
         longest = self.config.data.max_response_length
         size = f"{batch * n:,} responses of up to {longest:,} tokens in each"
         self.note([f"{steps:,} steps of {batch:,} prompts: {epochs:.3g} epochs; {size}"])
-        self.note(device_hints(self.config, self.device, TRAIN_HINTS))
+        self.note(device_hints(self.given, self.device, TRAIN_HINTS))
         validates_first = trainer.val_before_train or trainer.val_only
         return LoopSchedule(
             batch, steps, trainer.save_freq, trainer.test_freq, validates_first, trains=not trainer.val_only

@@ -177,6 +177,11 @@ class RunBuilder(Generic[C]):
             self.console.advice(advice)
         self.pool = await self.reserve_devices(ranks, width, "trainer.n_gpus_per_node")
 
+    @property
+    def given(self) -> C:
+        """The settings before `resolve`: a run that reads them again resolves them again."""
+        return change_settings(self.config, self._left_open)
+
     def resolve(self, key: str, value: Any) -> None:
         """Set what the settings leave open until the devices are known. The record of the start has both values."""
         self._left_open[key] = get_value(self.config, key)
@@ -221,9 +226,8 @@ class RunBuilder(Generic[C]):
         self.tracker = open_tracker(self.config, self.console, schedule, version, read_engines)
         self._closing.callback(self.tracker.close)
         self.tracker.log(self.times, version)
-        given = change_settings(self.config, self._left_open)  # a run that reads them again resolves them again
         resolved = {key: get_value(self.config, key) for key in self._left_open}
-        await record_start(given, self._origins, version, schedule.total_steps, self.console, resolved)
+        await record_start(self.given, self._origins, version, schedule.total_steps, self.console, resolved)
         return version
 
     def open_record(self, name: str, version: int) -> BufferedSink:

@@ -13,6 +13,7 @@ from verl.config.batch_sizes import (
     get_actor_batch_sizes,
     get_critic_batch_sizes,
     get_ulysses_size,
+    uses_dynamic_batches,
 )
 from verl.config.features import (
     compute_dtype,
@@ -239,7 +240,7 @@ def build_planner(config: Config, ranks: int) -> Planner:
 
 def _forward_limit(config: Config, section: RolloutConfig | RefConfig) -> MicroBatchLimit | None:
     """Return the micro-batch size of log-prob passes; None if the settings leave it open."""
-    if not config.actor_rollout_ref.actor.use_dynamic_bsz:
+    if not uses_dynamic_batches(config):
         samples = section.log_prob_micro_batch_size_per_gpu
         return None if samples is None else MicroBatchLimit(samples, None)
     tokens = section.log_prob_max_token_len_per_gpu
