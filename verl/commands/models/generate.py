@@ -147,6 +147,8 @@ async def _generate(config: Config, output: Path, part: int, console: Console) -
             console.note(f"{rows.stop:,} of {len(dataset):,} prompts are finished")
             if failures := [each.failure for group in episodes for each in group if each.failure is not None]:
                 console.note(f"{len(failures):,} episodes failed (finish_reasons: error), one: {failures[0].message}")
+        with console.stage("ending the processes", is_logged=False):
+            await closing.aclose()
     parts.finish()
     console.note(f"wrote {output}: {len(dataset):,} prompts, {config.actor_rollout_ref.rollout.n} responses each")
 
