@@ -150,7 +150,13 @@ def _rows(recipe: Recipe, folder: Path) -> Iterator[str]:
     config = load_work(recipe, folder)
     published = change_settings(config, recipe.layout)
     name = f"{recipe.model}, {8 * recipe.nodes}"
-    yield _row(name, f"`{recipe.script}` of {recipe.repository}", published, plan_memory(published, train_settings), {})
+    yield _row(
+        name,
+        f"`{Path(recipe.script).name}` of {recipe.repository}",
+        published,
+        plan_memory(published, train_settings),
+        {},
+    )
     best = rank_suggestions(config, DEVICE, train_settings)[0]
     yield _row("", "`verl plan`", change_settings(config, best.values), best.plan, best.values)
 

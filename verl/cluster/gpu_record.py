@@ -9,10 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from verl.cluster.nvidia_smi import query_gpus
+from verl.config.rollout_engines import DEFAULT_ENGINE
 from verl.private_files import get_user_folder
 
 FILE = "gpu-check-record.json"
-_PACKAGES = ("verl", "torch", "vllm")
+_PACKAGES = ("verl", "torch", DEFAULT_ENGINE)
 
 
 @dataclass(frozen=True, slots=True)
