@@ -1,4 +1,4 @@
-"""`verl plan`: estimate the memory and the time of a run, and propose settings with which it fits."""
+"""`verl plan`: estimate the memory and the time of a run, and propose the fastest settings with which it fits."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ MUCH_FASTER = 1.3
 HELP = f"""\
 usage: verl plan [--nodes N] [--gpus N] [--device NAME] [--memory GIB] [--json] [settings]
 
-Estimate the memory of each phase and the time of a step of `verl train` with the same settings, and propose settings
-with which it fits. It needs the config.json of the model, no weights and no accelerator. All figures are estimates.
+Estimate the memory of each phase and the time of a step of `verl train` with the same settings, and propose the fastest
+settings with which it fits. It needs the config.json of the model, no weights and no accelerator. All figures are
+estimates.
 
 options:
   --nodes N               machines; default: trainer.nnodes

@@ -103,11 +103,12 @@ def _pass(model: TrainMemory, cluster: Cluster, load: Workload, *, trains: bool)
     shape, size = model.shape, model.update if trains and model.update is not None else model.forward
     context = (load.prompt + load.response) / 2  # a token attends to half of its sequence on average
     operations = shape.count_operations(context)
-    backward = 3 if model.settings.gradient_checkpointing else 2
+    backward = 3 if model.settings.gradient_checkpointing else 2  # times the operations of a forward pass
     factor = 1 + backward if trains else 1
     tokens = load.tokens / cluster.ranks
     computing = factor * operations * tokens / (COMPUTE_EFFICIENCY * cluster.device.flops)
-    exchanging = (backward if trains else 1) * tokens * model.exchanged_token_bytes / cluster.get_link(1)
+    exchanges = backward if trains else 1  # passes through all layers: forward, perhaps once more, and backward
+    exchanging = exchanges * tokens * model.exchanged_token_bytes / cluster.get_link(1)
     passes = max(1.0, tokens / max(1, size.tokens))
     waiting = model.waiting if trains else 1.0
     copying = model.copied_bytes(passes, load.updates if trains else 0) / cluster.host
