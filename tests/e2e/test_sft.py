@@ -88,7 +88,7 @@ def test_the_documented_settings_train_stop_go_on_and_merge(assets: Assets, tmp_
     again = subprocess.run(command(assets, run), capture_output=True, text=True, timeout=900)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"continuing with step {done + 1}" in again.stdout
-    assert "valid 30/30  loss " in again.stdout
+    assert "validation 30/30  loss " in again.stdout
     assert sorted(losses(run)) == list(range(1, 31))
 
     # One process and other micro-batches give the same losses, from the first step to the last: none was done twice.
