@@ -27,12 +27,6 @@ class CudaIsCpu(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
-        for name in (
-            "output_split_sizes",
-            "input_split_sizes",
-        ):  # of all_to_all_single, which Megatron copies from CUDA
-            if isinstance(kwargs.get(name), torch.Tensor):
-                kwargs[name] = kwargs[name].tolist()
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
@@ -108,9 +102,13 @@ def megatron_on_cpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(CudaIsCpu())
         import megatron.core.tensor_parallel.random as random
-        from megatron.core.transformer.moe import moe_utils
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+        def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+            return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
         stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", get_state))
         stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", set_state))
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))  # a name it lacks
+        stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", move_to_cpu))
         yield

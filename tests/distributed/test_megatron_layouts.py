@@ -5,9 +5,11 @@ import torch
 import torch.distributed as dist
 from ranks import free_port, run_ranks
 from tiny import save_family, tiny_qwen2
-from transformers import Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from tests.distributed.test_parallel_layouts import OBJECTIVE, PARTS, SPARE, mini_batch
+from verl.algorithms.objective import ValueObjective
+from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.save import load, save
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.settings import FsdpSettings
@@ -17,23 +19,38 @@ from verl.training.settings import Schedule
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
-DENSE = {"data": {}, "pipeline": {"pipeline_parallel_size": 2}}
-TWO = {
+DENSE = {
+    "data": {},
     "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2},
     "tensor and pipeline": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
 }
+EXPERTS = {
+    "experts": {"expert_parallel_size": 2},
+    "experts and pipeline": {"expert_parallel_size": 2, "pipeline_parallel_size": 2},
+    "experts and tensor": {"expert_parallel_size": 4, "tensor_parallel_size": 2},
+    "tensor": {"tensor_parallel_size": 2},
+}
+TWO = {name: DENSE[name] for name in ("tensor", "tensor and pipeline")}
 CASES = {
     "untied": DENSE,
-    "tied": TWO,
+    "tied": DENSE,
     "odd vocabulary": TWO,
     "Qwen3": TWO,
     "Llama 3": TWO,
+    "Qwen3-MoE": EXPERTS,
+    "critic": TWO,
 }
+VALUES = ValueObjective(AlgorithmSettings(value_clip=10.0, value_agg_mode="seq-mean-token-mean"))
 OPTIONS = {"schedule": Schedule(1e-2), "eps": 1e-3, "weight_decay": 0.1}
 
 
+def options(case):
+    return {**OPTIONS, **({"head": "value", "role": "critic"} if case == "critic" else {})}
+
+
 def fsdp(root, case):
-    return FsdpEngine(FsdpSettings(str(root / case), **OPTIONS))
+    return FsdpEngine(FsdpSettings(str(root / case), **options(case)))
 
 
 def megatron(root, case, layout):
@@ -43,20 +60,21 @@ def megatron(root, case, layout):
     from verl.training.megatron.settings import MegatronSettings
 
     parallel_state.destroy_model_parallel()  # of the layout before
-    return build_engine(MegatronSettings(str(root / case), **OPTIONS, **CASES[case][layout]))
+    return build_engine(MegatronSettings(str(root / case), **options(case), **CASES[case][layout]))
 
 
 def batches(case):
     batch = mini_batch("adamw")
     if case == "odd vocabulary":
         batch = batch.with_(tokens=batch.tokens % 61)
-    return batch
+    return batch.with_(values=batch.old_logprobs + 4, returns=batch.ref_logprobs + 5)
 
 
 def train(engine, case, updates):
     local = batches(case).split(PARTS[engine.layout.data_size][engine.data_rank])
+    objective = VALUES if case == "critic" else OBJECTIVE
     output = engine.forward([batches(case)])[0]
-    metrics = [engine.update(local, OBJECTIVE) for _ in range(updates)]
+    metrics = [engine.update(local, objective) for _ in range(updates)]
     return {
         "output": output,
         "metrics": metrics,
@@ -99,7 +117,8 @@ def both(tmp_path_factory):
     Qwen2ForCausalLM(tiny_qwen2(**sizes)).save_pretrained(root / "untied")
     Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True, **sizes)).save_pretrained(root / "tied")
     Qwen2ForCausalLM(tiny_qwen2(vocab_size=61, **sizes)).save_pretrained(root / "odd vocabulary")
-    for name in ("Qwen3", "Llama 3"):
+    Qwen2ForTokenClassification(tiny_qwen2(num_labels=1, **sizes)).save_pretrained(root / "critic")
+    for name in ("Qwen3", "Llama 3", "Qwen3-MoE"):
         save_family(name, root / name, **sizes)
     init_process_group(0, 1, "127.0.0.1", 0)
     try:

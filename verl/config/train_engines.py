@@ -106,7 +106,7 @@ register_train_engine(
         "megatron",
         "verl.training.megatron.engine:MegatronEngine",
         "verl.training.megatron.settings:MegatronSettings",
-        frozenset({"value_head", "squared_probs", "many_ranks", "bfloat16", "offload"}),
+        frozenset({"value_head", "squared_probs", "many_ranks", "expert_parallel", "bfloat16", "offload"}),
         section="megatron",
         group_sizes=("megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size"),
         needs_accelerators=True,

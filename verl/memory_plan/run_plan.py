@@ -92,7 +92,7 @@ def _model(config: Config, settings: EngineSettings, update: PassSize, micro_bat
     else:
         sizes = (_forward_size(config, config.actor_rollout_ref.rollout, update), update, micro_batches)
     if isinstance(settings, MegatronSettings):
-        if problem := find_problem(content, settings, ranks) or _find_ranks_problem(settings, ranks):
+        if problem := find_problem(content, settings) or _find_ranks_problem(settings, ranks):
             raise ConfigError([problem])
         return MegatronMemory(shape, settings, ranks, *sizes)
     if not isinstance(settings, FsdpSettings):

@@ -28,7 +28,7 @@ from verl.memory_plan.accelerators import GIB, Device, assume_device
 from verl.memory_plan.device_memory import MemoryPlan
 from verl.memory_plan.run_plan import DEVICE, BuildSettings, get_cluster, get_workload, has_shared_devices, plan_memory
 from verl.memory_plan.step_time import estimate_step
-from verl.models.model_folder import read_config
+from verl.models.model_folder import count_experts, read_config
 from verl.models.model_support import heads_problem
 from verl.training.settings import CHUNK_POSITIONS
 
@@ -310,8 +310,8 @@ def _megatron_layouts(config: Config) -> Iterator[SettingsChange]:
     """Yield layouts of Megatron-Core that the model and the ranks permit."""
     ranks, content = count_train_ranks(config), read_config(config.actor_rollout_ref.model.path)
     experts, heads, layers = (
-        [size for size in range(1, ranks + 1) if int(content.get(name) or 1) % size == 0]
-        for name in ("num_experts", "num_key_value_heads", "num_hidden_layers")
+        [size for size in range(1, ranks + 1) if int(count or 1) % size == 0]
+        for count in (count_experts(content), content.get("num_key_value_heads"), content.get("num_hidden_layers"))
     )
     layouts = [
         (tensor, pipeline, expert)

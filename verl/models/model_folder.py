@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from verl.errors import ConfigError
 CONFIG = "config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 INDICES = (WEIGHTS_INDEX, "pytorch_model.bin.index.json")
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of config.json, of which an MoE has one."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -57,7 +58,7 @@ def require_config(path: str) -> dict[str, Any]:
     return content
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of the language model, which a multimodal model has in a section of its own."""
     return {**config, **(config.get("text_config") or {})}
 
@@ -93,5 +94,10 @@ def _config_file(path: str) -> Path:
 
 def is_moe(path: str) -> bool:
     """Return whether the model in the folder `path` has experts; False if there is no such folder."""
-    text = text_config(read_config(path))
-    return any(text.get(name) for name in EXPERT_COUNTS)
+    return count_experts(read_config(path)) > 0
+
+
+def count_experts(config: Mapping[str, Any]) -> int:
+    """Return how many experts each MoE layer has, from the content of a config.json; 0 if the model is dense."""
+    text = text_config(config)
+    return next((int(text[key]) for key in _EXPERT_COUNTS if text.get(key)), 0)

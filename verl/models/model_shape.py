@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.models.model_folder import EXPERT_COUNTS, text_config
+from verl.models.model_folder import count_experts, text_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ModelShape:
         if missing := [key for key in required if not text.get(key)]:
             raise ConfigError([f"{name}: has no {', '.join(missing)}; memory can be estimated for decoder-only models"])
         width, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
-        experts = next((int(text[key]) for key in EXPERT_COUNTS if text.get(key)), 0)
+        experts = count_experts(config)
         mlp = text.get("moe_intermediate_size") if experts else None
         return cls(
             vocabulary=int(text["vocab_size"]),

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl.models.model_folder import EXPERT_COUNTS, is_moe, read_config, text_config
+from verl.models.model_folder import count_experts, is_moe, read_config, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -86,8 +86,7 @@ def heads_problem(path: str, size: int) -> str | None:
 def expert_problem(path: str, ranks: int = 1) -> str | None:
     """Return why expert parallelism over `ranks` is not possible with the model in the folder `path`; None if it is."""
     config = read_config(path)
-    text = text_config(config)
-    experts = next((text[name] for name in EXPERT_COUNTS if text.get(name)), 0)
+    experts = count_experts(config)
     if not config or (experts and experts % ranks == 0):
         return None
     if experts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,18 @@ DENSE: dict[str, dict[str, int]] = {
     "PP 2, DP 2": {"pipeline_parallel_size": 2},
     "TP 2, PP 2": SPLIT,
 }
-FAMILIES = {"Qwen2": DENSE, "Qwen3": DENSE, "Llama 3": DENSE}
-ALL_TERMS = ("Qwen2",)
+EXPERTS: dict[str, dict[str, int]] = {
+    **DENSE,
+    "EP 2, DP 4": {"expert_parallel_size": 2},
+    "EP 4": {"expert_parallel_size": 4},
+    "TP 2, EP 2, DP 2": {"tensor_parallel_size": 2, "expert_parallel_size": 2},
+    "PP 2, EP 2": {"pipeline_parallel_size": 2, "expert_parallel_size": 2},
+    "TP 2, PP 2, EP 2": SPLIT | {"expert_parallel_size": 2},
+}
+FAMILIES = {"Qwen2": DENSE, "Qwen3": DENSE, "Llama 3": DENSE, "Qwen3-MoE": EXPERTS}
+ALL_TERMS = ("Qwen2", "Qwen3-MoE")
 """Families whose gradients of all terms are compared; those of the others are seen in their updates."""
-SAVED = dict.fromkeys(FAMILIES, "TP 2, PP 2")
+SAVED = {"Qwen2": "TP 2, PP 2", "Qwen3": "TP 2, PP 2", "Llama 3": "TP 2, PP 2", "Qwen3-MoE": "TP 2, PP 2, EP 2"}
 REFUSED = {"kl full", "distillation", "distillation forward", *MIXTURE}
 """Terms that need the whole vocabulary of another model, or the experts of a batch."""
 HEADS = {"actor": "tokens", "critic": "value"}
@@ -61,18 +69,18 @@ OBJECTIVES = {
 Results = dict[str, Any]
 
 
-def save_models(directory: Path) -> None:
-    """Save an actor and a critic of each family in `directory/family/role`."""
+def save_models(directory: Path, families: Sequence[str]) -> None:
+    """Save an actor and a critic of each of the families in `directory/family/role`."""
     sizes: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    for family in FAMILIES:
+    for family in families:
         actor, critic = (directory / family / role for role in HEADS)
         torch.manual_seed(0)
         if family == "Qwen2":
             Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True, **sizes)).save_pretrained(actor)
             Qwen2ForTokenClassification(tiny_qwen2(num_labels=1, **sizes)).save_pretrained(critic)
         else:
-            save_family(family, actor, **sizes)
-            config = tiny_family(family, num_labels=1, **sizes)
+            save_family(family, actor, norm_topk_prob=True, **sizes)
+            config = tiny_family(family, norm_topk_prob=True, num_labels=1, **sizes)
             AutoModelForTokenClassification.from_config(config).save_pretrained(critic)
         chat_tokenizer().save_pretrained(actor)
 
@@ -99,10 +107,10 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
 # --- FSDP2 on one rank, in the process of the script
 
 
-def compute_reference(directory: Path) -> None:
+def compute_reference(directory: Path, families: Sequence[str]) -> None:
     """Save mini-batches, gradients and metrics of all terms, and the metrics and weights of 5 updates."""
     init_process_group(0, 1, "127.0.0.1", free_port())
-    for family in FAMILIES:
+    for family in families:
         reference: Results = {"updates": {}, "terms": {}}
         generator = torch.Generator().manual_seed(3)
         recorders = {role: Recorder(fsdp_settings(directory, family, role)) for role in HEADS}
@@ -131,11 +139,11 @@ def compute_reference(directory: Path) -> None:
     dist.destroy_process_group()
 
 
-def resume_with_fsdp(directory: Path) -> dict[str, dict[str, float]]:
+def resume_with_fsdp(directory: Path, families: Sequence[str]) -> dict[str, dict[str, float]]:
     """Load on one rank what Megatron-Core has saved, save it again, and return how far two more updates are off."""
     init_process_group(0, 1, "127.0.0.1", free_port())
     found = {}
-    for family in FAMILIES:
+    for family in families:
         reference = torch.load(directory / family / "reference.pt", weights_only=False)
         for role in HEADS:
             engine = FsdpEngine(fsdp_settings(directory, family, role))
@@ -151,25 +159,25 @@ def fsdp_settings(directory: Path, family: str, role: str) -> FsdpSettings:
 # --- Megatron-Core on several ranks, and on one
 
 
-def rank_main(rank: int, ports: list[int], directory: Path, stride: int) -> None:
+def rank_main(rank: int, ports: list[int], directory: Path, families: Sequence[str], stride: int) -> None:
     """Compare every layout with the reference, save, merge, and resume on one rank."""
     import tests.megatron_on_cpu  # noqa: F401 - in processes of their own
 
     torch.set_num_threads(1)
     init_process_group(rank, RANKS, "127.0.0.1", ports[0])
     results: Results = {"gradients": {}, "losses": {}, "outputs": {}, "weights": {}, "resumed": {}}
-    for family, layouts in FAMILIES.items():
+    for family in families:
         reference = torch.load(directory / family / "reference.pt", weights_only=False)
-        for number, (layout, sizes) in enumerate(layouts.items()):
+        for number, (layout, sizes) in enumerate(FAMILIES[family].items()):
             compare_layout(directory, family, layout, sizes, reference, results, number, stride)
             if rank == 0:
                 print(f"{family:10} {layout:18} {summarize(results, f'{family}, {layout}')}", flush=True)
     dist.destroy_process_group()
-    for port, family in zip(ports[1:], ALL_TERMS, strict=False):
+    for port, family in zip(ports[1:], [name for name in families if name in ALL_TERMS], strict=True):
         save_with_a_worker(rank, port, directory / family, FAMILIES[family][SAVED[family]])
     if rank == 0:
         init_process_group(0, 1, "127.0.0.1", free_port())
-        for family in FAMILIES:
+        for family in families:
             reference = torch.load(directory / family / "reference.pt", weights_only=False)
             for role in HEADS:
                 engine = make_engine(directory, family, role, {})

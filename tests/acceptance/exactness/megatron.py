@@ -1,21 +1,22 @@
 """Megatron-Core trains as FSDP2 does, whatever the layout, and a run with it goes on when a rank is killed.
 
-make show-megatron [ARGS=--short]
+make show-megatron [ARGS="--short --families Qwen3-MoE"]
 
-1. On 4 gloo ranks, in every layout of tensor, pipeline and data parallel ranks, with random micro-batches,
+1. On 4 gloo ranks, in every layout of tensor, pipeline, data and expert parallel ranks, with random micro-batches,
    against FSDP2 on 1 rank and the unsplit mini-batch: the gradient of every policy, value, entropy and KL term that
    Megatron-Core has by ||g - g0|| / ||g0||, every metric, and the weights after 5 updates: <= 1e-5. Actors and critics
-   of Qwen2, Qwen3 and Llama 3. (MoE models are refused on several ranks.)
-2. Checkpoints of 3 updates, saved on tensor x pipeline ranks, are resumed by Megatron-Core on 1 rank and by
+   of Qwen2, Qwen3, Llama 3 and Qwen3-MoE.
+2. Checkpoints of 3 updates, saved on tensor x pipeline (x expert) ranks, are resumed by Megatron-Core on 1 rank and by
    FSDP2, and one of FSDP2 on those ranks: tensors equal to the bit, and two more updates as if nothing had happened.
 3. `verl merge --backend megatron` of a checkpoint of the train workers equals the weights that the ranks held, bit by
    bit, and so does the model that `trainer.save_hf` wrote.
 4. GRPO with Ray and vLLM on 2 ranks, one of which is killed after the second step: every step is trained, and trainer
-   and engine agree to 1e-4 on every token. With tensor parallel ranks; the full form also has pipeline stages.
+   and engine agree to 1e-4 on every token. With tensor parallel ranks; the full form also has pipeline stages, and
+   expert parallel ranks of a mixture of experts.
 5. `verl sft` on 2 tensor parallel ranks has the losses of FSDP2 to 1e-5 (not in the short form).
 
 Megatron-Core runs on the CPU here, by the stand-in for CUDA in `tests/cuda_stand_in.py`. `--short` (CI): fewer terms,
-layouts and steps.
+runs and steps.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ from _megatron_ranks import (
     worst,
 )
 from ranks import free_port, run_ranks
-from tiny import tiny_qwen2
-from transformers import Qwen2ForCausalLM
+from tiny import tiny_family, tiny_qwen2
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from verl.demo.assets import make_assets, make_tokenizer, read_problems
@@ -66,44 +67,52 @@ from verl.demo.assets import make_assets, make_tokenizer, read_problems
 LIMIT, PARITY = 1e-5, 1e-4
 METRIC = "training/rollout_logprobs_diff_max"
 MARK = "VERL_SHOW_MEGATRON"
-RUNS = {"tensor": {"tensor_model_parallel_size": 2}, "pipeline": {"pipeline_model_parallel_size": 2}}
+RUNS = {
+    "tensor": ("Qwen2", {"tensor_model_parallel_size": 2}),
+    "pipeline": ("Qwen2", {"pipeline_model_parallel_size": 2}),
+    "expert": ("Qwen3-MoE", {"expert_model_parallel_size": 2}),
+}
+SFT_FAMILY = "Qwen2"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--parts", default="ranks,runs,sft", help="ranks: 1 to 3; runs: 4; sft: 5")
+    parser.add_argument("--families", default=",".join(FAMILIES), help="parts of these families alone")
     options = parser.parse_args()
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         skip("megatron", "Megatron-Core is not installed: pip install --no-deps megatron-core==0.16.1")
     disable_progress_bar()
-    parts, start = options.parts.split(","), time.monotonic()
+    parts, families, start = options.parts.split(","), options.families.split(","), time.monotonic()
     figures: dict[str, Any] = {}
     passed = []
     with tempfile.TemporaryDirectory(prefix="verl-megatron-") as directory:
         if "ranks" in parts:
-            found, right = compare_ranks(Path(directory), short=options.short)
+            found, right = compare_ranks(Path(directory), families, short=options.short)
             figures, passed = figures | found, [*passed, right]
         if "runs" in parts:
-            for name in ("tensor",) if options.short else RUNS:
+            names = [name for name, (family, _) in RUNS.items() if family in families]
+            for name in names[:1] if options.short else names:
                 found, right = run_with_a_kill(Path(directory) / f"run-{name}", name, steps=3 if options.short else 5)
                 figures, passed = figures | {f"run_{name}": found}, [*passed, right]
-        if "sft" in parts and not options.short:
+        if "sft" in parts and SFT_FAMILY in families and not options.short:
             gap = compare_sft(Path(directory) / "sft")
             figures, passed = figures | {"worst_sft_loss": gap}, [*passed, gap <= LIMIT]
     figures |= {"allowed": LIMIT, "allowed_parity": PARITY, "seconds": round(time.monotonic() - start, 1)}
     finish("megatron", bool(passed) and all(passed), **figures)
 
 
-def compare_ranks(directory: Path, *, short: bool) -> tuple[dict[str, Any], bool]:
+def compare_ranks(directory: Path, families: list[str], *, short: bool) -> tuple[dict[str, Any], bool]:
     """Compare layouts, checkpoints and merged models."""
-    save_models(directory)
-    compute_reference(directory)
-    ports = [free_port() for _ in range(1 + len(ALL_TERMS))]
-    run_ranks(rank_main, RANKS, ports, directory, 16 if short else 1, deadline_s=3600)
+    save_models(directory, families)
+    compute_reference(directory, families)
+    with_terms = [family for family in families if family in ALL_TERMS]
+    ports = [free_port() for _ in range(1 + len(with_terms))]
+    run_ranks(rank_main, RANKS, ports, directory, families, 16 if short else 1, deadline_s=3600)
     results = json.loads((directory / "results.json").read_text())
-    resumed = results["resumed"] | resume_with_fsdp(directory)
-    merged = {family: compare_merged(directory / family) for family in ALL_TERMS}
+    resumed = results["resumed"] | resume_with_fsdp(directory, families)
+    merged = {family: compare_merged(directory / family) for family in with_terms}
     for name, each in (resumed | merged).items():
         print(f"{name}: {each}", flush=True)
     kinds = ("outputs", "gradients", "losses", "weights")
@@ -111,8 +120,8 @@ def compare_ranks(directory: Path, *, short: bool) -> tuple[dict[str, Any], bool
     gaps["resumed"] = worst(each[kind] for each in resumed.values() for kind in ("losses", "weights"))
     changed = sum(each["changed"] for each in resumed.values())
     figures = {
-        "families": list(FAMILIES),
-        "layouts": sum(len(layouts) for layouts in FAMILIES.values()),
+        "families": families,
+        "layouts": sum(len(FAMILIES[family]) for family in families),
         **{f"{kind}_compared": len(results[kind]) for kind in kinds},
         **{f"worst_{kind}": gap for kind, gap in gaps.items()},
         "checkpoints_resumed": len(resumed),
@@ -145,15 +154,16 @@ def are_equal(tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor])
 def run_with_a_kill(folder: Path, name: str, *, steps: int) -> tuple[dict[str, Any], bool]:
     """Train on 2 ranks, of which one is killed after the second step; the run continues from a checkpoint."""
     os.environ[MARK] = uuid.uuid4().hex
+    family, sizes = RUNS[name]
     make_assets(folder)
-    save_model(folder / "model")
+    save_model(folder / "model", family)
     killed: list[int] = []
     threading.Thread(target=kill_rank, args=(folder / "run", killed), daemon=True).start()
     actor = "actor_rollout_ref.actor"
     code, watch = train(
         *short_grpo(folder, prompts=16, steps=steps),
         f"{actor}.strategy=megatron",
-        *(f"{actor}.megatron.{key}={value}" for key, value in RUNS[name].items()),
+        *(f"{actor}.megatron.{key}={value}" for key, value in sizes.items()),
         f"{actor}.megatron.dtype=float32",
         f"{actor}.use_kl_loss=True",
         "actor_rollout_ref.model.external_lib=tests.megatron_on_cpu",
@@ -178,7 +188,7 @@ def run_with_a_kill(folder: Path, name: str, *, steps: int) -> tuple[dict[str, A
 def compare_sft(folder: Path) -> float:
     """Return the largest difference of a loss between `verl sft` with Megatron-Core and with FSDP2."""
     assets = make_assets(folder)
-    save_model(assets.model)
+    save_model(assets.model, SFT_FAMILY)
     rows = [{"prompt": prompt, "response": answer} for prompt, answer in read_problems(assets.train)[:160]]
     pq.write_table(pa.Table.from_pylist(rows), folder / "examples.parquet")
     losses = {}
@@ -196,7 +206,7 @@ def compare_sft(folder: Path) -> float:
     return worst(abs(a - b) for a, b in zip(losses["megatron"], losses["fsdp2"], strict=True))
 
 
-def save_model(folder: Path) -> None:
+def save_model(folder: Path, family: str) -> None:
     """Replace the model of the demo by one whose key-value heads can be split."""
     tokenizer = make_tokenizer()
     sizes = {
@@ -206,8 +216,9 @@ def save_model(folder: Path) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    config = tiny_qwen2(**sizes) if family == "Qwen2" else tiny_family(family, **sizes, bos_token_id=None)
     torch.manual_seed(0)
-    Qwen2ForCausalLM(tiny_qwen2(**sizes)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def kill_rank(run: Path, killed: list[int]) -> None:

@@ -70,7 +70,7 @@ def test_layouts_that_megatron_cannot_have_are_refused_before_anything_starts() 
     size = "model_parallel_size"
     pairs = {
         f"{A}.megatron.tensor_{size}=3": f"{A}.megatron.tensor_{size}: 3 x pipeline_{size}=1 does not divide the 8",
-        f"{A}.megatron.expert_{size}=16": f"{A}.megatron.expert_{size}: 16 is not supported yet",
+        f"{A}.megatron.expert_{size}=16": f"{A}.megatron.expert_{size}: 16 x pipeline_{size}=1 does not divide the 8",
         f"actor_rollout_ref.ref.megatron.tensor_{size}=2": "all models have one layout",
         f"{A}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=1": "of 2 or more",
         f"{A}.peft.lora_rank=8": "8 is not supported by the training engine megatron",

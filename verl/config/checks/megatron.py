@@ -29,6 +29,11 @@ def find_conflicts(config: Config | SftConfig) -> Iterator[Conflict]:
                 reason = f"{size} and {ACTOR}.megatron.{name}={expected} cannot be combined: all models have one layout"
                 yield Conflict(f"{section}.{name}", reason, f"={expected}")
     yield from _check_average(config)
+    if config.distillation.enable and actor.expert_model_parallel_size > 1:
+        reason = (
+            f"{actor.expert_model_parallel_size} is not supported with a teacher, whose experts are not distributed"
+        )
+        yield Conflict(f"{ACTOR}.megatron.expert_model_parallel_size", reason, "=1")
 
 
 def _check_ranks(model: TrainedModel, ranks: int) -> Iterator[Conflict]:
@@ -38,9 +43,9 @@ def _check_ranks(model: TrainedModel, ranks: int) -> Iterator[Conflict]:
     if ranks % (tensor * pipeline):
         reason = f"{tensor} x pipeline_model_parallel_size={pipeline} does not divide {train_ranks}"
         yield Conflict(f"{section}.{SIZES[0]}", reason, "=1, or change the number of ranks")
-    if expert > 1:
-        reason = f"{expert} is not supported yet: experts on several ranks have not been compared with FSDP2"
-        yield Conflict(f"{section}.{SIZES[2]}", reason, f"=1, or {model.key}.strategy=fsdp2")
+    elif ranks % (pipeline * expert):
+        reason = f"{expert} x pipeline_model_parallel_size={pipeline} does not divide {train_ranks}"
+        yield Conflict(f"{section}.{SIZES[2]}", reason, "=1, or change the number of ranks")
     first_last = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
     for name in first_last:
         layers = getattr(layout.override_transformer_config, name)

@@ -72,7 +72,7 @@ def load_stage(settings: MegatronSettings, device: torch.device) -> StageModel:
     disable_progress_bar()
     with making_model:
         hf, sources, note = open_model(settings)
-    if problem := find_problem(hf.config.to_dict(), settings, dist.get_world_size()):
+    if problem := find_problem(hf.config.to_dict(), settings):
         raise EngineError(problem)
     check_names(hf, path)
     activate_flash_attention(device, hf.config)

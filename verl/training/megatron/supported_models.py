@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verl.models.model_folder import count_experts
 from verl.training.megatron.settings import MegatronSettings
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -13,13 +14,12 @@ ROPE_TYPES = ("default", "linear", "llama3")
 """Kinds of rotary embeddings that are a fixed frequency per dimension."""
 
 
-def find_problem(config: Mapping[str, Any], settings: MegatronSettings, ranks: int) -> str:
+def find_problem(config: Mapping[str, Any], settings: MegatronSettings) -> str:
     """Return why a model cannot be trained, or would give other results than in transformers; empty if it can be.
 
     Args:
         config: The content of the model's config.json, also with all defaults of transformers.
         settings: The layout.
-        ranks: Train ranks.
     """
     kind = config.get("model_type")
     where = f"model {settings.model_path} ({kind})"
@@ -42,11 +42,6 @@ def find_problem(config: Mapping[str, Any], settings: MegatronSettings, ranks: i
     if wrong := [name for name, is_odd in odd.items() if is_odd]:
         values = ", ".join(f"{name}={config.get(name)}" for name in wrong)
         return f"{where}: strategy=megatron does not support {values}; use strategy=fsdp2"
-    if config.get("num_experts") and ranks > 1:
-        return (
-            f"{where}: strategy=megatron does not support MoE models on several train ranks yet: they have not been "
-            "compared with FSDP2; use strategy=fsdp2, with fsdp_config.expert_parallel_size"
-        )
     return _find_layout_problem(config, settings, where)
 
 
@@ -57,7 +52,7 @@ def _find_layout_problem(config: Mapping[str, Any], settings: MegatronSettings, 
         ("tensor", tensor, "num_key_value_heads", config.get("num_key_value_heads") or heads),
         ("tensor", tensor, "num_attention_heads", heads),
         ("tensor", tensor, "intermediate_size", config["intermediate_size"]),
-        ("expert", settings.expert_parallel_size, "num_experts", config.get("num_experts") or 1),
+        ("expert", settings.expert_parallel_size, "num_experts", count_experts(config) or 1),
     ):
         if count % size:
             return f"{where}: megatron.{name}_model_parallel_size={size} does not divide {what}={count}"

@@ -180,7 +180,7 @@ def build_stage(
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
     size = config.tensor_model_parallel_size
-    return PackedGPTModel(
+    stage = PackedGPTModel(
         frequencies,
         padding_index,
         head,
@@ -192,6 +192,12 @@ def build_stage(
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=head is None and bool(hf.tie_word_embeddings),
     )
+    for name, parameter in stage.named_parameters():
+        if ".experts." in name:
+            # Whole experts see only the tokens of one tensor parallel rank. Megatron would not add up their gradients
+            # over those ranks if expert_model_parallel_size is 1.
+            setattr(parameter, "allreduce", False)  # noqa: B010 - torch declares no such name
+    return stage
 
 
 def _leave(weight: Tensor) -> Tensor:
