@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 
+import torch.distributed as dist
+
 from tests.cuda_stand_in import megatron_on_cpu
 from verl.config import train_engines
 from verl.training.engine import TrainEngine
@@ -22,6 +24,18 @@ def build_engine(settings: MegatronSettings) -> TrainEngine:
     from verl.training.megatron.engine import MegatronEngine
 
     return MegatronEngine(settings)
+
+
+def leave_layout() -> None:
+    """Destroy the process groups of a layout, so that the next engine of this process may have another one.
+
+    Megatron-Core only forgets them, and gloo keeps three threads for each.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 @cache

@@ -24,14 +24,17 @@ DENSE = {
     "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2},
     "tensor and pipeline": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "tensor and context": {"tensor_parallel_size": 2, "context_parallel_size": 2},
 }
 EXPERTS = {
     "experts": {"expert_parallel_size": 2},
     "experts and pipeline": {"expert_parallel_size": 2, "pipeline_parallel_size": 2},
     "experts and tensor": {"expert_parallel_size": 4, "tensor_parallel_size": 2},
+    "experts and context": {"expert_parallel_size": 2, "context_parallel_size": 2},
     "tensor": {"tensor_parallel_size": 2},
 }
 TWO = {name: DENSE[name] for name in ("tensor", "tensor and pipeline")}
+THREE = TWO | {"context": {"context_parallel_size": 2}}
 CASES = {
     "untied": DENSE,
     "tied": DENSE,
@@ -39,7 +42,7 @@ CASES = {
     "Qwen3": TWO,
     "Llama 3": TWO,
     "Qwen3-MoE": EXPERTS,
-    "critic": TWO,
+    "critic": THREE,
 }
 VALUES = ValueObjective(AlgorithmSettings(value_clip=10.0, value_agg_mode="seq-mean-token-mean"))
 OPTIONS = {"schedule": Schedule(1e-2), "eps": 1e-3, "weight_decay": 0.1}
@@ -54,12 +57,10 @@ def fsdp(root, case):
 
 
 def megatron(root, case, layout):
-    from megatron.core import parallel_state
-
-    from tests.megatron_on_cpu import build_engine  # in processes of their own
+    from tests.megatron_on_cpu import build_engine, leave_layout  # in processes of their own
     from verl.training.megatron.settings import MegatronSettings
 
-    parallel_state.destroy_model_parallel()  # of the layout before
+    leave_layout()
     return build_engine(MegatronSettings(str(root / case), **options(case), **CASES[case][layout]))
 
 

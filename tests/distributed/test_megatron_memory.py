@@ -22,6 +22,7 @@ SPLIT = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
 CASES = {
     "data": ("Qwen3", {}),
     "tensor and pipeline": ("Qwen3", SPLIT),
+    "context": ("Qwen3", {"context_parallel_size": 2}),
     "bfloat16": ("Qwen3", {"pipeline_parallel_size": 2, "compute_dtype": "bfloat16"}),
     "experts": ("Qwen3-MoE", {"expert_parallel_size": 4, "compute_dtype": "bfloat16"}),
     "all": ("Qwen3-MoE", SPLIT | {"expert_parallel_size": 2}),
@@ -36,9 +37,7 @@ def settings_of(root, case):
 
 
 def four_ranks(rank, port, root):
-    from megatron.core import parallel_state
-
-    from tests.megatron_on_cpu import build_engine
+    from tests.megatron_on_cpu import build_engine, leave_layout
 
     torch.set_num_threads(1)
     init_process_group(rank, 4, "127.0.0.1", port)
@@ -46,7 +45,7 @@ def four_ranks(rank, port, root):
     batch = FlatBatch(torch.arange(TOKENS), torch.tensor([0, TOKENS]), mask)
     found = {}
     for case in CASES:
-        parallel_state.destroy_model_parallel()
+        leave_layout()
         engine = build_engine(settings_of(root, case))
         engine.update([batch], sft)
         module = engine._forward_module

@@ -108,9 +108,9 @@ def count_train_ranks(config: Config | SftConfig) -> int:
 
 def get_ulysses_size(config: Config | SftConfig) -> int:
     """Return the number of ranks that share the tokens of a sequence, and therefore have the same samples."""
-    if isinstance(config, SftConfig):
-        return config.model.ulysses_sequence_parallel_size
-    return config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    model = config.model if isinstance(config, SftConfig) else config.actor_rollout_ref.actor
+    name = get_train_engine(model.strategy).sequence_size
+    return 1 if name is None else int(attrgetter(name)(model))
 
 
 def count_data_ranks(config: Config | SftConfig) -> int:
@@ -137,8 +137,11 @@ def count_group_devices(config: Config | SftConfig) -> int:
 
 def count_rank_multiple(config: Config | SftConfig) -> int:
     """Return the number that must divide the count of train ranks."""
-    sharding = [model.settings.fsdp_config for model in list_trained_models(config)]
+    models = [model.settings for model in list_trained_models(config)]
+    sharding = [model.fsdp_config for model in models if model.strategy != "megatron"]
+    layouts = [model.megatron for model in models if model.strategy == "megatron"]
     sizes = [max(1, fsdp.fsdp_size) for fsdp in sharding] + [fsdp.expert_parallel_size for fsdp in sharding]
+    sizes += [layout.expert_model_parallel_size * layout.pipeline_model_parallel_size for layout in layouts]
     return math.lcm(count_group_devices(config), get_group_size(config), *sizes)
 
 
@@ -335,7 +338,7 @@ def _explain_ranks(config: Config | SftConfig) -> str:
 
 
 def _describe_data_ranks(config: Config) -> str:
-    count, size = count_data_ranks(config), get_ulysses_size(config)
+    count, size = count_data_ranks(config), get_group_size(config)
     if size == 1:
         return f"{count} ranks"
     return f"{count} group{'s' if count > 1 else ''} of {size} ranks"
@@ -343,7 +346,8 @@ def _describe_data_ranks(config: Config) -> str:
 
 def _times_ulysses(config: Config | SftConfig) -> str:
     size = get_ulysses_size(config)
-    return "" if size == 1 else f" x ulysses_sequence_parallel_size={size}"
+    model = config.model if isinstance(config, SftConfig) else config.actor_rollout_ref.actor
+    return "" if size == 1 else f" x {get_train_engine(model.strategy).sequence_size}={size}"
 
 
 def _explain_engines(config: Config) -> str:

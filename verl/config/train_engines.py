@@ -49,6 +49,7 @@ class TrainEngineSpec:
         capabilities: What it supports besides training a policy in float32 with AdamW on one rank.
         section: The section of a model's settings that has the engine's own: data types, sharding, offloading.
         group_sizes: The settings of a model whose product is the number of ranks that get the same samples.
+        sequence_size: The one of them whose ranks share the tokens of a sequence; None: no ranks do.
         needs_accelerators: Whether it cannot train on CPUs.
     """
 
@@ -58,6 +59,7 @@ class TrainEngineSpec:
     capabilities: frozenset[Capability] = frozenset()
     section: str = "fsdp_config"
     group_sizes: tuple[str, ...] = ()
+    sequence_size: str | None = None
     needs_accelerators: bool = False
 
     def __post_init__(self) -> None:
@@ -99,6 +101,7 @@ register_train_engine(
         "verl.training.fsdp.settings:FsdpSettings",
         CAPABILITIES,
         group_sizes=("ulysses_sequence_parallel_size",),
+        sequence_size="ulysses_sequence_parallel_size",
     )
 )
 register_train_engine(
@@ -108,7 +111,12 @@ register_train_engine(
         "verl.training.megatron.settings:MegatronSettings",
         frozenset({"value_head", "squared_probs", "many_ranks", "expert_parallel", "bfloat16", "offload"}),
         section="megatron",
-        group_sizes=("megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size"),
+        group_sizes=(
+            "megatron.tensor_model_parallel_size",
+            "megatron.pipeline_model_parallel_size",
+            "megatron.context_parallel_size",
+        ),
+        sequence_size="megatron.context_parallel_size",
         needs_accelerators=True,
     )
 )

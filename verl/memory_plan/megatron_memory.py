@@ -1,7 +1,8 @@
 """A closed-form estimate of the memory of a rank that trains with Megatron-Core, by phase and content.
 
-All terms follow from the code of the engine, and have not been compared with a measurement yet. Every expert is assumed
-to get as many tokens as any other.
+All terms follow from the code of the engine. Weights, gradients and optimizer state are compared with those of ranks;
+the other terms have not been compared with a measurement yet. Every expert is assumed to get as many tokens as any
+other.
 """
 
 from __future__ import annotations

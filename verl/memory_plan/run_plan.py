@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -102,12 +103,18 @@ def _model(config: Config, settings: EngineSettings, update: PassSize, micro_bat
 
 def _find_ranks_problem(settings: MegatronSettings, ranks: int) -> str:
     """Return why ranks cannot be arranged in a layout; empty if they can."""
-    for name, size in (("tensor", settings.tensor_parallel_size), ("expert", settings.expert_parallel_size)):
-        if ranks % (size * settings.pipeline_parallel_size):
-            return (
-                f"megatron.{name}_model_parallel_size={size} x pipeline_model_parallel_size="
-                f"{settings.pipeline_parallel_size} does not divide {ranks} ranks"
-            )
+    stages = settings.pipeline_parallel_size
+    for sizes in (
+        {
+            "tensor_model": settings.tensor_parallel_size,
+            "context": settings.context_parallel_size,
+            "pipeline_model": stages,
+        },
+        {"expert_model": settings.expert_parallel_size, "pipeline_model": stages},
+    ):
+        if ranks % math.prod(sizes.values()):
+            product = " x ".join(f"{name}_parallel_size={size}" for name, size in sizes.items())
+            return f"megatron: {product} does not divide {ranks} ranks"
     return ""
 
 

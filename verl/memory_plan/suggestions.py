@@ -309,6 +309,7 @@ def _ulysses_sizes(config: Config) -> Iterator[SettingsChange]:
 def _megatron_layouts(config: Config) -> Iterator[SettingsChange]:
     """Yield layouts of Megatron-Core that the model and the ranks permit."""
     ranks, content = count_train_ranks(config), read_config(config.actor_rollout_ref.model.path)
+    context = config.actor_rollout_ref.actor.megatron.context_parallel_size
     experts, heads, layers = (
         [size for size in range(1, ranks + 1) if int(count or 1) % size == 0]
         for count in (count_experts(content), content.get("num_key_value_heads"), content.get("num_hidden_layers"))
@@ -316,7 +317,10 @@ def _megatron_layouts(config: Config) -> Iterator[SettingsChange]:
     layouts = [
         (tensor, pipeline, expert)
         for tensor, pipeline, expert in product(heads, layers, experts)
-        if config.trainer.n_gpus_per_node % tensor == ranks % (tensor * pipeline) == ranks % (pipeline * expert) == 0
+        if config.trainer.n_gpus_per_node % (tensor * context)
+        == ranks % (tensor * context * pipeline)
+        == ranks % (pipeline * expert)
+        == 0
     ]
     names = [f"megatron.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")]
     for layout in layouts:

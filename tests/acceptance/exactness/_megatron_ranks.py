@@ -45,6 +45,8 @@ DENSE: dict[str, dict[str, int]] = {
     "TP 2, DP 2": {"tensor_parallel_size": 2},
     "PP 2, DP 2": {"pipeline_parallel_size": 2},
     "TP 2, PP 2": SPLIT,
+    "CP 2, DP 2": {"context_parallel_size": 2},
+    "TP 2, CP 2": {"tensor_parallel_size": 2, "context_parallel_size": 2},
 }
 EXPERTS: dict[str, dict[str, int]] = {
     **DENSE,
@@ -52,6 +54,8 @@ EXPERTS: dict[str, dict[str, int]] = {
     "EP 4": {"expert_parallel_size": 4},
     "TP 2, EP 2, DP 2": {"tensor_parallel_size": 2, "expert_parallel_size": 2},
     "PP 2, EP 2": {"pipeline_parallel_size": 2, "expert_parallel_size": 2},
+    "CP 2, EP 4": {"context_parallel_size": 2, "expert_parallel_size": 4},
+    "PP 2, CP 2, EP 2": {"pipeline_parallel_size": 2, "context_parallel_size": 2, "expert_parallel_size": 2},
     "TP 2, PP 2, EP 2": SPLIT | {"expert_parallel_size": 2},
 }
 FAMILIES = {"Qwen2": DENSE, "Qwen3": DENSE, "Llama 3": DENSE, "Qwen3-MoE": EXPERTS}
@@ -186,14 +190,9 @@ def rank_main(rank: int, ports: list[int], directory: Path, families: Sequence[s
         (directory / "results.json").write_text(json.dumps(results))
 
 
-def make_engine(directory: Path, family: str, role: str, sizes: dict[str, int], *, first: bool = True) -> Any:
-    """Build an engine; the `first` of a layout replaces the process groups of the layout before."""
-    from megatron.core import parallel_state
-
+def make_engine(directory: Path, family: str, role: str, sizes: dict[str, int]) -> Any:
     from tests.megatron_on_cpu import build_engine
 
-    if first:
-        parallel_state.destroy_model_parallel()
     path = str(directory / family / role)
     return build_engine(MegatronSettings(path, head=HEADS[role], role=role, **OPTIONS, **sizes))  # type: ignore[arg-type]
 
@@ -208,8 +207,11 @@ def compare_layout(
     number: int,
     stride: int,
 ) -> None:
+    from tests.megatron_on_cpu import leave_layout
+
+    leave_layout()
     key, mini_batch = f"{family}, {layout}", reference["mini_batch"]
-    recorders = {role: make_engine(directory, family, role, sizes, first=role == "actor") for role in HEADS}
+    recorders = {role: make_engine(directory, family, role, sizes) for role in HEADS}
     for role, engine in recorders.items():
         (output,) = engine.forward([mini_batch.batch])
         for mine, theirs in zip(output, reference["outputs"][role], strict=True):
@@ -291,9 +293,6 @@ def resume(engine: Any, checkpoint: Path, reference: Results) -> dict[str, float
 
 def save_with_a_worker(rank: int, port: int, folder: Path, sizes: dict[str, int]) -> None:
     """Train and save as a run does, and keep the weights for the comparison with the merged model."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
     worker = TrainWorker(rank, RANKS)
     actor = MegatronSettings(str(folder / "actor"), **OPTIONS, **sizes)  # type: ignore[arg-type]
     settings = TrainSettings(

@@ -2,17 +2,17 @@
 
 make show-megatron [ARGS="--short --families Qwen3-MoE"]
 
-1. On 4 gloo ranks, in every layout of tensor, pipeline, data and expert parallel ranks, with random micro-batches,
-   against FSDP2 on 1 rank and the unsplit mini-batch: the gradient of every policy, value, entropy and KL term that
-   Megatron-Core has by ||g - g0|| / ||g0||, every metric, and the weights after 5 updates: <= 1e-5. Actors and critics
-   of Qwen2, Qwen3, Llama 3 and Qwen3-MoE.
+1. On 4 gloo ranks, in every layout of tensor, pipeline, data, expert and context parallel ranks, with random
+   micro-batches, against FSDP2 on 1 rank and the unsplit mini-batch: the gradient of every policy, value, entropy and
+   KL term that Megatron-Core has by ||g - g0|| / ||g0||, every metric, and the weights after 5 updates: <= 1e-5. Actors
+   and critics of Qwen2, Qwen3, Llama 3 and Qwen3-MoE.
 2. Checkpoints of 3 updates, saved on tensor x pipeline (x expert) ranks, are resumed by Megatron-Core on 1 rank and by
    FSDP2, and one of FSDP2 on those ranks: tensors equal to the bit, and two more updates as if nothing had happened.
 3. `verl merge --backend megatron` of a checkpoint of the train workers equals the weights that the ranks held, bit by
    bit, and so does the model that `trainer.save_hf` wrote.
 4. GRPO with Ray and vLLM on 2 ranks, one of which is killed after the second step: every step is trained, and trainer
    and engine agree to 1e-4 on every token. With tensor parallel ranks; the full form also has pipeline stages, and
-   expert parallel ranks of a mixture of experts.
+   expert parallel ranks of an MoE.
 5. `verl sft` on 2 tensor parallel ranks has the losses of FSDP2 to 1e-5 (not in the short form).
 
 Megatron-Core runs on the CPU here, by the stand-in for CUDA in `tests/cuda_stand_in.py`. `--short` (CI): fewer terms,

@@ -82,7 +82,7 @@ OTHER_PROGRAMS = (
 """Names and options of other trainers."""
 
 PUBLIC_KEYS = (
-    Mistake("actor.megatron.context_parallel_size=2", f"{A}.megatron.context", "context_parallel_size=1"),
+    Mistake("actor.megatron.virtual_pipeline_model_parallel_size=2", f"{A}.megatron.virtual", "parallel_size=1"),
     Mistake("critic.megatron.use_dist_checkpointing=true", "critic.megatron.use_dist", "set critic.megatron.use_dist"),
     Mistake("actor.ppo_micro_batch_size=4", f"{A}.ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu instead"),
     Mistake("actor.optim.optimizer_impl=bitsandbytes.optim", f"{OPTIM}.optimizer_impl", f"set {OPTIM}.name instead"),

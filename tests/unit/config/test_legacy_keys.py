@@ -53,7 +53,7 @@ def test_a_key_that_changes_no_results_is_accepted_with_its_reason(setting: str,
 @pytest.mark.parametrize(
     ("setting", "feature"),
     [
-        ("++actor_rollout_ref.actor.megatron.context_parallel_size=2", "context parallelism in Megatron-Core"),
+        ("++actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2", "interleaved pipeline stages"),
         ("actor_rollout_ref.actor.megatron.override_ddp_config.bucket_size=1", "other settings of Megatron-Core"),
         ("actor_rollout_ref.actor=mlite_actor", "Megatron-Core with another engine"),
         ("actor_rollout_ref.actor.strategy=veomni", "VeOmni"),

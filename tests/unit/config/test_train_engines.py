@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tests.toy_train_engine  # noqa: F401 - registers the engine `toy`
+from verl.config.batch_sizes import count_data_ranks, count_rank_multiple, get_actor_batch_sizes
 from verl.config.checks.train_engine import find_conflicts
 from verl.config.load import load, load_sft
 from verl.config.train_engines import TrainEngineSpec, get_train_engine, list_train_engines, register_train_engine
@@ -69,7 +70,8 @@ MEGATRON = [f"{A}.strategy=megatron", "critic.strategy=megatron", "trainer.n_gpu
 def test_layouts_that_megatron_cannot_have_are_refused_before_anything_starts() -> None:
     size = "model_parallel_size"
     pairs = {
-        f"{A}.megatron.tensor_{size}=3": f"{A}.megatron.tensor_{size}: 3 x pipeline_{size}=1 does not divide the 8",
+        f"{A}.megatron.tensor_{size}=3": f"3 x context_parallel_size=1 x pipeline_{size}=1 does not divide the 8",
+        f"{A}.megatron.context_parallel_size=16": f"context_parallel_size=16 x pipeline_{size}=1 does not divide the 8",
         f"{A}.megatron.expert_{size}=16": f"{A}.megatron.expert_{size}: 16 x pipeline_{size}=1 does not divide the 8",
         f"actor_rollout_ref.ref.megatron.tensor_{size}=2": "all models have one layout",
         f"{A}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=1": "of 2 or more",
@@ -86,6 +88,14 @@ def test_layouts_that_megatron_cannot_have_are_refused_before_anything_starts() 
     average = [f"{A}.use_kl_loss=true", "trainer.ref_update_freq=1", "trainer.ref_update_ratio=0.5"]
     [problem] = problems(*MEGATRON, *average)
     assert problem.startswith("trainer.ref_update_ratio: 0.5 is not supported with strategy=megatron in bfloat16")
+
+
+def test_ranks_of_megatron_get_the_same_samples_unless_they_are_data_parallel() -> None:
+    sizes = ["tensor_model_parallel_size=2", "context_parallel_size=2", "expert_model_parallel_size=8"]
+    layout = [f"{A}.megatron.{size}" for size in sizes]
+    [loaded] = load([*REQUIRED, *MEGATRON, *layout, f"{A}.ppo_max_token_len_per_gpu=4096", f"{A}.use_dynamic_bsz=true"])
+    assert (count_data_ranks(loaded.config), count_rank_multiple(loaded.config)) == (2, 8)
+    assert get_actor_batch_sizes(loaded.config).micro_batch_tokens == 2 * 4096
 
 
 def test_settings_of_another_training_engine_have_no_effect() -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.training.fsdp.sequence_parallel import SequenceGroup
+from verl.training.sequence_parallel import SequenceGroup
 
 pytestmark = pytest.mark.unit
 

@@ -10,7 +10,12 @@ from verl.config.features import TrainedModel, list_trained_models
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.conditions import ACTOR, REF
 
-SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "context_parallel_size",
+)
 
 
 def find_conflicts(config: Config | SftConfig) -> Iterator[Conflict]:
@@ -38,10 +43,11 @@ def find_conflicts(config: Config | SftConfig) -> Iterator[Conflict]:
 
 def _check_ranks(model: TrainedModel, ranks: int) -> Iterator[Conflict]:
     layout, section = model.settings.megatron, f"{model.key}.megatron"
-    tensor, pipeline, expert = (getattr(layout, name) for name in SIZES)
+    tensor, pipeline, expert, context = (getattr(layout, name) for name in SIZES)
     train_ranks = f"the {ranks} train ranks of the run (trainer.nnodes x trainer.n_gpus_per_node)"
-    if ranks % (tensor * pipeline):
-        reason = f"{tensor} x pipeline_model_parallel_size={pipeline} does not divide {train_ranks}"
+    if ranks % (tensor * pipeline * context):
+        others = f"context_parallel_size={context} x pipeline_model_parallel_size={pipeline}"
+        reason = f"{tensor} x {others} does not divide {train_ranks}"
         yield Conflict(f"{section}.{SIZES[0]}", reason, "=1, or change the number of ranks")
     elif ranks % (pipeline * expert):
         reason = f"{expert} x pipeline_model_parallel_size={pipeline} does not divide {train_ranks}"

@@ -21,6 +21,7 @@ from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.actor import FsdpConfig, OptimConfig
 from verl.config.schema.conditions import ACTOR, ROLLOUT
+from verl.config.train_engines import get_train_engine
 
 _RANKS = "train ranks of the run (trainer.nnodes x trainer.n_gpus_per_node)"
 _LARGE_LR = 0.1
@@ -87,8 +88,10 @@ def find_routing_conflicts(config: Config) -> Iterator[Conflict]:
 
 
 def _check_ulysses(config: Config | SftConfig, ranks: int) -> Iterator[Conflict]:
-    size = get_ulysses_size(config)
-    key = f"{'model' if isinstance(config, SftConfig) else ACTOR}.ulysses_sequence_parallel_size"
+    model = list_trained_models(config)[0]
+    if get_train_engine(model.settings.strategy).sequence_size != "ulysses_sequence_parallel_size":
+        return
+    size, key = get_ulysses_size(config), f"{model.key}.ulysses_sequence_parallel_size"
     if ranks % size:
         yield Conflict(key, f"{size} does not divide the {ranks} {_RANKS}", f"={_nearest_divisor(ranks, size)}")
     if isinstance(config, SftConfig) or size == 1:

@@ -197,6 +197,8 @@ class MegatronConfig(Section):
     """Pipeline stages; each has some of the layers."""
     expert_model_parallel_size: Count = setting(1, unit="ranks")
     """Ranks over which the experts of an MoE are distributed."""
+    context_parallel_size: Count = setting(1, unit="ranks")
+    """Ranks that share the tokens of every sequence, for long ones; times the tensor size it must divide the heads."""
     param_offload: bool = setting(False, only_if=HAS_DEVICE_MEMORY)
     """Move the weights to host memory while the model is idle, as during generation."""
     grad_offload: bool = setting(False, only_if=HAS_DEVICE_MEMORY)
@@ -216,6 +218,8 @@ class RefMegatronConfig(Section):
     pipeline_model_parallel_size: Count | None = setting(None, unit="stages")
     """That of the actor, which is also the default."""
     expert_model_parallel_size: Count | None = setting(None, unit="ranks")
+    """That of the actor, which is also the default."""
+    context_parallel_size: Count | None = setting(None, unit="ranks")
     """That of the actor, which is also the default."""
 
 

@@ -33,6 +33,11 @@ from verl.workers.train_settings import TrainSettings, build_policy
 _ONE_PROCESS = {
     "sequence_parallel_size": 1,
     "expert_parallel_size": 1,
+    "context_parallel_size": 1,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "first_stage_layers": None,
+    "last_stage_layers": None,
     "fsdp_size": -1,
     "param_offload": False,
     "optimizer_offload": False,

@@ -35,7 +35,6 @@ from verl.training.fsdp.model import PackedCausalLM, PackedValueModel
 from verl.training.fsdp.model_loader import load_model
 from verl.training.fsdp.rounding import rounding_noise
 from verl.training.fsdp.routing import MoERouting
-from verl.training.fsdp.sequence_parallel import build_sequence_group
 from verl.training.fsdp.settings import FsdpSettings
 from verl.training.fsdp.sharding import shard_model
 from verl.training.fsdp.shared_prompts import find_shared_prompts
@@ -45,6 +44,7 @@ from verl.training.optim.optimizers import LossScaler, build_optimizer, optimize
 from verl.training.process_group import check_divides, count_node_ranks
 from verl.training.profiler import span
 from verl.training.random_state import get_random_state, set_random_state
+from verl.training.sequence_parallel import build_sequence_group
 from verl.training.tensors import group_by_mesh, parse_dtype
 from verl.types import LocalShard
 from verl.weights.bucket import to_hf

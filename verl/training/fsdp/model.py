@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.algorithms.objective import ModelOutput, ValueOutput
-from verl.training.fsdp.sequence_parallel import SequenceGroup
 from verl.training.fsdp.shared_prompts import SharedPrompts
 from verl.training.kernels.attention import Packing, packing_kwargs
 from verl.training.kernels.logprobs import (
@@ -20,6 +19,7 @@ from verl.training.kernels.logprobs import (
     token_logprobs,
     vocabulary_kl,
 )
+from verl.training.sequence_parallel import SequenceGroup
 
 
 class PackedModel(nn.Module):

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
-from verl.training.fsdp.sequence_parallel import SequenceGroup
 from verl.training.fsdp.shared_prompts import SharedPrompts
+from verl.training.sequence_parallel import SequenceGroup
 from verl.training.settings import EngineSettings
 
 

@@ -20,7 +20,7 @@ from verl.data.flat_batch import copy_to
 from verl.errors import EngineError
 
 if TYPE_CHECKING:
-    from verl.training.fsdp.sequence_parallel import SequenceGroup
+    from verl.training.sequence_parallel import SequenceGroup
 
 PACKED_ATTENTION = "verl_packed"
 """The value of `attn_implementation`."""

@@ -31,6 +31,7 @@ from verl.training.offload import Offloader
 from verl.training.optim.optimizers import optimizer_options
 from verl.training.profiler import span
 from verl.training.random_state import get_random_state, set_random_state
+from verl.training.sequence_parallel import SequenceGroup
 from verl.types import LocalShard
 from verl.weights.bucket import to_hf
 
@@ -63,6 +64,8 @@ class MegatronEngine(TrainEngine[Any]):
             self._forward_module = DistributedDataParallel(config, options, self._module)
             config.finalize_model_grads_func = finalize_model_grads
             self.optimizer = ShardedAdamW(self._forward_module, settings)
+        context = parallel_state.get_context_parallel_group()
+        self._context_group = SequenceGroup(context) if context.size() > 1 else None
         self._weights = Offloader(self._module.parameters, active=settings.param_offload)
         self._gradients = GradientBuffers(self._forward_module, active=settings.grad_offload)
         self._moments = Offloader(self._iter_moments, active=settings.optimizer_offload)
@@ -136,7 +139,7 @@ class MegatronEngine(TrainEngine[Any]):
                 shares |= {name: shares.get(name, 0.0) + value for name, value in metrics.items()}
             with span("optimizer step"), self._moments.on_device():
                 norm, has_stepped = self.optimizer.step(lr, should_step=totals.tokens > 0)
-        copies = parallel_state.get_tensor_model_parallel_world_size()
+        copies = self.settings.tensor_parallel_size * self.settings.context_parallel_size
         shares = {name: value / copies for name, value in shares.items()} if self._is_last else {}
         self._count_skipped(norm)
         return sum_metrics(shares) | {
@@ -166,10 +169,15 @@ class MegatronEngine(TrainEngine[Any]):
 
         def step(batches: Iterator[FlatBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(batches)
-            padded = _pad(batch, parallel_state.get_tensor_model_parallel_world_size())
-            packing = Packing(arguments=packing_kwargs(padded.lengths.tolist(), self.device))
+            group = self._context_group
+            padded = _pad(batch, self.settings.tensor_parallel_size * self.settings.context_parallel_size)
+            packing = Packing(arguments=packing_kwargs(padded.lengths.tolist(), self.device), group=group)
             padded = padded.to(self.device)
-            states = model(padded.tokens[None], padded.positions[None], None, packed_seq_params=packing)
+            tokens, positions = padded.tokens, padded.positions
+            if group is not None:
+                packing.arguments["count"] = padded.num_tokens
+                tokens, positions = group.take(tokens), group.take(positions)
+            states = model(tokens[None], positions[None], None, packed_seq_params=packing)
 
             def finish_batch(states: Tensor) -> tuple[Tensor, Any]:
                 return finish(self._compute_output(states, padded, batch, temperature, **options), batch)
@@ -197,22 +205,26 @@ class MegatronEngine(TrainEngine[Any]):
         self, states: Tensor, padded: FlatBatch, batch: FlatBatch, temperature: float, *, with_squares: bool = False
     ) -> Output:
         """Return log-probs and entropies, or values, [T] from the last hidden states [T / ranks, 1, H]."""
-        is_policy = self.settings.head == "tokens"
+        is_policy, group = self.settings.head == "tokens", self._context_group
         if self.stage.config.sequence_parallel:
             # The gradient that a rank has of the states is its share for a policy, and all of it for a critic.
             states = tensor_parallel.gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=is_policy)
-        targets = padded.mask.nonzero().squeeze(-1)
-        previous = states.squeeze(1)[targets - 1]  # a token is predicted from the previous token of its sequence
+        part = slice(0, padded.num_tokens) if group is None else group.part(padded.num_tokens)
+        # A token is predicted from the previous token of its sequence, by the rank that has that token.
+        sources = padded.mask.nonzero().squeeze(-1) - 1
+        sources = sources[(sources >= part.start) & (sources < part.stop)]
+        previous, targets = states.squeeze(1)[sources - part.start], sources + 1
 
         def place(values: Tensor) -> Tensor:
-            return values.new_zeros(batch.num_tokens).index_copy(0, targets, values)
+            placed = values.new_zeros(batch.num_tokens).index_copy(0, targets, values)
+            return placed if group is None else group.collect(placed)
 
         if not is_policy:
             return ValueOutput(place(self._module.value_head(previous.float()).squeeze(-1)))
         weight = self._module.output_weight
         if self.settings.fp32_lm_head:
             previous, weight = previous.float(), weight.float()
-        part = VocabularySlice(
+        vocabulary = VocabularySlice(
             parallel_state.get_tensor_model_parallel_rank() * len(weight),
             self.stage.vocabulary,
             parallel_state.get_tensor_model_parallel_group(),
@@ -221,7 +233,7 @@ class MegatronEngine(TrainEngine[Any]):
             previous,
             weight,
             padded.tokens[targets],
-            part,
+            vocabulary,
             temperature=temperature,
             chunk=self.settings.logprob_chunk,
             with_squares=with_squares,

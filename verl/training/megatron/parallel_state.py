@@ -22,6 +22,7 @@ class Sizes(NamedTuple):
     tensor: int
     pipeline: int
     expert: int
+    context: int
 
 
 _joined: tuple[dist.ProcessGroup, Sizes] | None = None
@@ -30,10 +31,19 @@ _joined: tuple[dist.ProcessGroup, Sizes] | None = None
 def join_groups(settings: MegatronSettings) -> None:
     """Create the groups of a model, or check that those of an earlier model suit it. Collective."""
     global _joined
-    sizes = Sizes(settings.tensor_parallel_size, settings.pipeline_parallel_size, settings.expert_parallel_size)
+    sizes = Sizes(
+        settings.tensor_parallel_size,
+        settings.pipeline_parallel_size,
+        settings.expert_parallel_size,
+        settings.context_parallel_size,
+    )
     world, ranks = dist.group.WORLD, dist.get_world_size()
     assert world is not None
-    check_divides("tensor_model_parallel_size * pipeline_model_parallel_size", sizes.tensor * sizes.pipeline, ranks)
+    check_divides(
+        "tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size",
+        sizes.tensor * sizes.pipeline * sizes.context,
+        ranks,
+    )
     check_divides("pipeline_model_parallel_size * expert_model_parallel_size", sizes.pipeline * sizes.expert, ranks)
     if _joined is not None and _joined[0] is world and parallel_state.model_parallel_is_initialized():
         if _joined[1] != sizes:
@@ -47,6 +57,7 @@ def join_groups(settings: MegatronSettings) -> None:
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
         expert_model_parallel_size=sizes.expert,
+        context_parallel_size=sizes.context,
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
     )

@@ -21,6 +21,7 @@ class MegatronSettings(EngineSettings):
 
     tensor_parallel_size: int = 1  # ranks that share the matrices of every layer, and the vocabulary
     pipeline_parallel_size: int = 1  # stages of layers
+    context_parallel_size: int = 1  # ranks that share the tokens of a sequence, and get the same batches
     first_stage_layers: int | None = None  # layers of the first and the last stage; None: the same as the others
     last_stage_layers: int | None = None
     grad_offload: bool = False  # free the memory of gradients while the engine is idle
@@ -35,6 +36,7 @@ class MegatronSettings(EngineSettings):
             tensor_parallel_size=section.tensor_model_parallel_size,
             pipeline_parallel_size=section.pipeline_model_parallel_size,
             expert_parallel_size=section.expert_model_parallel_size,
+            context_parallel_size=section.context_parallel_size,
             param_offload=can_offload and section.param_offload,
             grad_offload=can_offload and section.grad_offload,
             optimizer_offload=can_offload and section.optimizer_offload,
@@ -48,10 +50,11 @@ class MegatronSettings(EngineSettings):
 
     @property
     def model_parallel_size(self) -> int:
-        """The number of ranks that compute one copy of the model."""
+        """The number of ranks that have one copy of the model, apart from experts."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def layout(self, world_size: int) -> RankLayout:
-        """Return which ranks get the same samples: tensor ranks change fastest, then data ranks, then stages."""
-        data_size = max(1, world_size // self.model_parallel_size)
-        return RankLayout(tuple(rank // self.tensor_parallel_size % data_size for rank in range(world_size)))
+        """Return which ranks get the same samples: tensor ranks change fastest, then context, data, stages."""
+        adjacent = self.tensor_parallel_size * self.context_parallel_size
+        data_size = max(1, world_size // (adjacent * self.pipeline_parallel_size))
+        return RankLayout(tuple(rank // adjacent % data_size for rank in range(world_size)))

@@ -50,12 +50,16 @@ def _find_layout_problem(config: Mapping[str, Any], settings: MegatronSettings, 
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     for name, size, what, count in (
         ("tensor", tensor, "num_key_value_heads", config.get("num_key_value_heads") or heads),
-        ("tensor", tensor, "num_attention_heads", heads),
         ("tensor", tensor, "intermediate_size", config["intermediate_size"]),
         ("expert", settings.expert_parallel_size, "num_experts", count_experts(config) or 1),
     ):
         if count % size:
             return f"{where}: megatron.{name}_model_parallel_size={size} does not divide {what}={count}"
+    if heads % (tensor * settings.context_parallel_size):
+        return (
+            f"{where}: megatron.tensor_model_parallel_size={tensor} x context_parallel_size="
+            f"{settings.context_parallel_size} does not divide num_attention_heads={heads}"
+        )
     given = [each for each in (settings.first_stage_layers, settings.last_stage_layers) if each is not None]
     left, stages = layers - sum(given), pipeline - len(given)
     if (given and pipeline == 1) or left < 0 or (left % stages if stages else left):

@@ -6,7 +6,9 @@ Transformer Engine is not used, even where it is installed: attention is the eng
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +26,19 @@ from transformers import PreTrainedConfig
 
 from verl.training.kernels.attention import attend_packed
 from verl.training.megatron.settings import MegatronSettings
+from verl.training.sequence_parallel import SequenceGroup
 from verl.training.tensors import parse_dtype
 
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Sequences laid end to end, for `PackedAttention`; its arguments are those of `attend_packed`."""
+    """Sequences laid end to end, for `PackedAttention`; its arguments are those of `attend_packed`.
+
+    With a `group`, its ranks share their tokens (context parallelism).
+    """
 
     arguments: dict[str, Any] = field(default_factory=dict)
+    group: SequenceGroup | None = None
 
 
 class RMSNorm(nn.RMSNorm):
@@ -59,7 +66,10 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """Attend: query [T, 1, heads, D], key and value [T, 1, groups, D] -> [T, 1, heads * D]."""
         assert packed_seq_params is not None, "all batches are packed"
-        out = attend_packed(
+        attend: Callable[..., Tensor] = attend_packed
+        if packed_seq_params.group is not None:
+            attend = partial(packed_seq_params.group.attend, attend_packed)
+        out = attend(
             *(states.squeeze(1) for states in (query, key, value)), scaling=self._scale, **packed_seq_params.arguments
         )
         return out.flatten(1).unsqueeze(1)
@@ -138,6 +148,7 @@ def build_config(config: PreTrainedConfig, settings: MegatronSettings) -> Transf
         num_layers_in_last_pipeline_stage=settings.last_stage_layers,
         expert_model_parallel_size=settings.expert_parallel_size,
         expert_tensor_parallel_size=1,
+        context_parallel_size=settings.context_parallel_size,
         sequence_parallel=settings.tensor_parallel_size > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,

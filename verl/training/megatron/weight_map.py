@@ -132,7 +132,7 @@ def _find_parts(source: str, parameter: Tensor, model: PackedGPTModel, config: T
     )
     shape = tuple(parameter.shape)
     zeros = (0,) * len(shape)
-    is_first = parallel_state.get_data_parallel_rank() == 0
+    is_first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     if source in _VOCABULARY:
         is_copy = source == "output_layer.weight" and model.share_embeddings_and_output_weights
         name = "model.embed_tokens.weight" if is_copy else _VOCABULARY[source]
