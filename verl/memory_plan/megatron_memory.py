@@ -150,11 +150,16 @@ class MegatronMemory:
 
     @property
     def exchanged_token_bytes(self) -> int:
-        """The bytes of hidden states per token that tensor parallel ranks send in a forward pass.
+        """The bytes per token that a rank sends in a forward pass.
 
-        They are gathered and scattered twice per layer. Those between stages are few, and not counted.
+        Tensor parallel ranks gather and scatter hidden states twice per layer, context parallel ones exchange heads
+        around attention, and tokens go to their experts and back. What stages send is little, and not counted.
         """
-        return 4 * (self.settings.tensor_parallel_size - 1) * self._compute * self.shape.width * self.shape.layers
+        settings, shape = self.settings, self.shape
+        hidden = 4 * (settings.tensor_parallel_size - 1) * shape.width
+        heads = 2 * (shape.attention_width + shape.kv_width) * _others(settings.context_parallel_size)
+        experts = 2 * shape.experts_per_token * shape.width * _others(settings.expert_parallel_size)
+        return int(self._compute * shape.layers * (hidden + heads + experts))
 
     def copied_bytes(self, micro_batches: float, updates: int) -> float:
         """Return the bytes between device and host memory, for a pass of so many micro-batches and their updates."""
@@ -256,3 +261,8 @@ class MegatronMemory:
     @property
     def _compute(self) -> int:
         return itemsize(self.settings.compute_dtype)
+
+
+def _others(size: int) -> float:
+    """Return the share of all ranks of a group that the others of a rank are."""
+    return (size - 1) / size

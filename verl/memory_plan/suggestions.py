@@ -309,23 +309,25 @@ def _ulysses_sizes(config: Config) -> Iterator[SettingsChange]:
 def _megatron_layouts(config: Config) -> Iterator[SettingsChange]:
     """Yield layouts of Megatron-Core that the model and the ranks permit."""
     ranks, content = count_train_ranks(config), read_config(config.actor_rollout_ref.model.path)
-    context = config.actor_rollout_ref.actor.megatron.context_parallel_size
-    experts, heads, layers = (
+    heads = int(content.get("num_attention_heads") or 1)
+    experts, groups, layers = (
         [size for size in range(1, ranks + 1) if int(count or 1) % size == 0]
         for count in (count_experts(content), content.get("num_key_value_heads"), content.get("num_hidden_layers"))
     )
     layouts = [
-        (tensor, pipeline, expert)
-        for tensor, pipeline, expert in product(heads, layers, experts)
+        (tensor, context, pipeline, expert)
+        for tensor, context, pipeline, expert in product(groups, (1, 2, 4, 8), layers, experts)
         if config.trainer.n_gpus_per_node % (tensor * context)
+        == heads % (tensor * context)
         == ranks % (tensor * context * pipeline)
         == ranks % (pipeline * expert)
         == 0
     ]
-    names = [f"megatron.{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")]
+    kinds = ("tensor_model", "context", "pipeline_model", "expert_model")
+    names = [f"megatron.{kind}_parallel_size" for kind in kinds]
     for layout in layouts:
         values = dict(zip(names, layout, strict=True))
         changes = {f"{section}.{name}": size for section in _trained_models(config) for name, size in values.items()}
         new = {key: size for key, size in changes.items() if get_value(config, key) != size}
         if new:
-            yield SettingsChange(new, "tensor ranks exchange tokens in every layer, and stages wait for each other")
+            yield SettingsChange(new, "ranks exchange tokens in every layer, and stages wait for each other")

@@ -67,6 +67,12 @@ def test_the_fastest_layout_that_fits_is_proposed(config: Load) -> None:
         assert plan.problems(MEMORY) or seconds > best.seconds
 
 
+def test_ranks_share_sequences_that_are_too_long_for_one(config: Load) -> None:
+    settings = config("Qwen2.5-0.5B", 1, "data.max_response_length=800000")
+    changes = suggest_settings(settings, assume_device(MEMORY), train_settings)
+    assert [change.values for change in changes] == [{f"{A}.megatron.context_parallel_size": 2}]
+
+
 def test_a_model_that_megatron_does_not_support_is_named(config: Load) -> None:
     with pytest.raises(ConfigError, match=r"deepseek_v3\): strategy=megatron supports llama, qwen2, qwen3, qwen3_moe"):
         plan_memory(config("DeepSeek-V3", 64), train_settings)
