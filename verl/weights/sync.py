@@ -159,7 +159,7 @@ class WeightSync:
         self._is_current = asyncio.Event()  # the trained weights are those of the last sync
         self._version = -1
         self._expected: list[list[float]] | None = None  # the trainer's log-probs of the probe at the last sync
-        self.outliers: list[int] = []  # engines that the last sync did not verify, unlike others: they are restarted
+        self.outliers: list[int] = []  # engines with wrong weights or results at the last sync, unlike others
         self._validation: asyncio.Future[Any] | None = None
         self._is_calibrated = False
 
@@ -191,7 +191,7 @@ class WeightSync:
         """Bring every engine to `version` and return metrics; `WeightSyncError` if the probe verifies none of them.
 
         When it returns, no engine serves requests with older or unverified weights. Lost engines are restarted, and so
-        are the `outliers`, which the probe does not verify.
+        are the `outliers`, which the probe does not verify: what they have generated may be wrong, too.
         """
         await self._wait_for_validation()
         async with self._lock:
@@ -260,13 +260,19 @@ class WeightSync:
         previous, self._expected = self._expected, expected
         if not self._is_calibrated:
             await self._calibrate()
+        answers = {
+            engine_id: outcome
+            for engine_id, outcome in zip(engine_ids, outcomes, strict=True)
+            if not isinstance(outcome, BaseException) and outcome[0] == version
+        }
         replies = self._drop_lost(engine_ids, outcomes)
-        gap, mismatches = await self._judge(replies, version, previous)
-        if mismatches and len(mismatches) == len(self._receivers):
+        gap, mismatches = await self._judge({**answers, **replies}, version, previous)
+        broken = mismatches.keys() & replies.keys()
+        if broken and len(broken) == len(self._receivers):
             raise WeightSyncError(next(iter(mismatches.values())))
-        for engine_id, problem in mismatches.items():
-            self.outliers.append(engine_id)
-            self._receivers.mark_lost(engine_id, ProcessLostError(problem))
+        self.outliers += mismatches  # also one that was lost after its answer
+        for engine_id in broken:
+            self._receivers.mark_lost(engine_id, ProcessLostError(mismatches[engine_id]))
         verified = [engine_id for engine_id in replies if engine_id not in mismatches]
         enabling = (self._receivers.mark_ready(engine_id, version) for engine_id in verified)
         self._drop_lost(verified, await asyncio.gather(*enabling, return_exceptions=True))

@@ -138,6 +138,23 @@ async def test_an_outlier_is_restarted_and_the_others_go_on() -> None:
     assert metrics["weights/probe_gap"] == 0
 
 
+async def test_an_engine_that_is_lost_right_after_a_wrong_answer_is_an_outlier_too() -> None:
+    model, engines = Model(), [Engine(), Engine()]
+    receivers = Recording(engines)
+
+    class Dying(Engine):
+        async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+            receivers.mark_lost(2, ProcessLostError("it has died"))
+            return [[self.weight + 0.5 - token for token in each[1:]] for each in sequences]
+
+    receivers._engines[2] = Dying()
+    weight_sync = WeightSync(model, receivers, HostTransport(), PROBE)
+    await weight_sync.sync(0)
+    assert weight_sync.outliers == [2], "what it has generated may be wrong as well"
+    assert receivers.lost == {2: "it has died"}
+    assert receivers.ready == [0, 1]
+
+
 async def test_engines_that_are_all_wrong_stop_the_run() -> None:
     model, engines = Model(), [Engine(loses_weights=True), Engine(loses_weights=True)]
     weight_sync = make_sync(model, engines, HostTransport())
