@@ -313,6 +313,7 @@ async def test_running_requests_go_on_with_new_weights_after_the_probe(
             if isinstance(engine, VllmEngine):
                 assert "probe" in steps[0], "a request ran before the probe"
         responses += [await task for task in running]
+    assert not any(response.preemptions for response in responses), "there was memory for all"
     for response in responses:
         versions = torch.from_numpy(response.versions)
         assert versions.tolist() == sorted(versions.tolist())

@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,6 +55,7 @@ class VllmEngine:
         self._adapter: LoRARequest | None = None
         self._adapter_tensors: dict[str, Tensor] = {}  # an adapter that is being received
         self._is_asleep = self._is_updating = self._may_resume = False
+        self._pauses = 0  # that preempt what runs
 
     async def start(self) -> None:
         self._llm = await start_vllm(self.settings, _engine_arguments(self.settings))
@@ -61,15 +63,18 @@ class VllmEngine:
             await self._call(self._llm.collective_rpc("return_routed_experts"))
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        pauses = self._pauses
         with map_engine_errors():
             queue = await self._add(token_ids, _sampling(sampling))
             await self._resume()
         try:
             with map_engine_errors():
-                return self._completion(await self._result(queue), sampling)
+                completion = self._completion(await self._result(queue), sampling)
         except ProcessLostError as error:
             error.partial = self._read_partial(queue, sampling)
             raise
+        preempted = completion.preemptions - (self._pauses - pauses)  # vLLM counts those for new weights, too
+        return replace(completion, preemptions=max(0, preempted))
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         """Enqueue under a pause and with empty caches: vLLM then schedules the same batches each time."""
@@ -121,9 +126,10 @@ class VllmEngine:
     async def _start_weight_update(self) -> None:
         """Let no request run, and have memory for the weights; not yet for the cache: the trainer may be sending."""
         self._may_resume = False
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
         if self._is_asleep:
             await self._llm.wake_up(["weights"])
+        else:
+            await self._pause()
         self._adapter_tensors.clear()
         if self.settings.adapter is None:
             if self._is_updating:  # vLLM would take the old weights of a layer for a part of the new ones
@@ -154,10 +160,15 @@ class VllmEngine:
         if self._is_asleep:
             await self._llm.wake_up(["kv_cache"])
             self._is_asleep = False
-            await self._llm.pause_generation(mode="keep", clear_cache=True)  # awake, vLLM resumes by itself
+            await self._pause()  # awake, vLLM resumes by itself
         # Streams of random numbers neither start again after a restart or resume, nor repeat on another engine.
         await self._llm.collective_rpc("seed_sampling", args=(hash_seed(self.settings.seed, version),))
         self._may_resume = True
+
+    async def _pause(self) -> None:
+        """Preempt what runs. It continues by `_resume`, with nothing in its cache that is of older weights."""
+        self._pauses += 1
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
 
     async def _resume(self) -> None:
         """Let requests run that a weight update has paused."""
@@ -198,6 +209,8 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         """Free the weights and the cache. With an adapter the weights go to host memory: they are not sent again."""
+        self._may_resume = False
+        self._pauses += 1
         await self._call(self._llm.sleep(level=2 if self.settings.adapter is None else 1, mode="keep"))
         self._is_asleep = True
 
