@@ -77,7 +77,7 @@ def uses_dynamic_batches(config: Config) -> bool:
 def get_actor_batch_sizes(config: Config) -> BatchSizes:
     """Return the batch sizes of the policy."""
     actor = config.actor_rollout_ref.actor
-    tokens = actor.ppo_max_token_len_per_gpu * get_ulysses_size(config)
+    tokens = actor.ppo_max_token_len_per_gpu * count_sequence_ranks(config)
     return BatchSizes(
         mini_batch=actor.ppo_mini_batch_size,
         epochs=actor.ppo_epochs,
@@ -95,7 +95,7 @@ def get_critic_batch_sizes(config: Config) -> BatchSizes:
         mini_batch=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
         epochs=critic.ppo_epochs or actor.ppo_epochs,
         micro_batch_samples=None if dynamic else critic.ppo_micro_batch_size_per_gpu,
-        micro_batch_tokens=tokens * get_ulysses_size(config) if dynamic else None,
+        micro_batch_tokens=tokens * count_sequence_ranks(config) if dynamic else None,
     )
 
 
@@ -106,7 +106,7 @@ def count_train_ranks(config: Config | SftConfig) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
-def get_ulysses_size(config: Config | SftConfig) -> int:
+def count_sequence_ranks(config: Config | SftConfig) -> int:
     """Return the number of ranks that share the tokens of a sequence, and therefore have the same samples."""
     model = config.model if isinstance(config, SftConfig) else config.actor_rollout_ref.actor
     name = get_train_engine(model.strategy).sequence_size
@@ -276,8 +276,8 @@ def derive_sft_sizes(config: SftConfig) -> list[Size]:
         Size("train ranks", ranks, _explain_ranks(config)),
     ]
     if data.packing:
-        tokens = data.max_token_len_per_gpu * get_ulysses_size(config)
-        return [*rows, Size("tokens per micro-batch", tokens, f"max_token_len_per_gpu{_times_ulysses(config)}")]
+        tokens = data.max_token_len_per_gpu * count_sequence_ranks(config)
+        return [*rows, Size("tokens per micro-batch", tokens, f"max_token_len_per_gpu{_times_sequence_ranks(config)}")]
     micro = min(data.micro_batch_size_per_gpu, _ceil(batch, count_data_ranks(config)))
     return [
         *rows,
@@ -308,7 +308,7 @@ def _derive_model_sizes(config: Config, sizes: BatchSizes, section: str) -> list
     ]
     if sizes.micro_batch_samples is None:
         assert sizes.micro_batch_tokens is not None
-        how = f"{section}.ppo_max_token_len_per_gpu{_times_ulysses(config)}"
+        how = f"{section}.ppo_max_token_len_per_gpu{_times_sequence_ranks(config)}"
         return [*rows, Size(f"tokens per {model}micro-batch", sizes.micro_batch_tokens, how)]
     micro = min(sizes.micro_batch_samples, on_rank)
     may_change = trained.use_dynamic_bsz is None and config.actor_rollout_ref.actor.use_dynamic_bsz is None
@@ -344,8 +344,8 @@ def _describe_data_ranks(config: Config) -> str:
     return f"{count} group{'s' if count > 1 else ''} of {size} ranks"
 
 
-def _times_ulysses(config: Config | SftConfig) -> str:
-    size = get_ulysses_size(config)
+def _times_sequence_ranks(config: Config | SftConfig) -> str:
+    size = count_sequence_ranks(config)
     model = config.model if isinstance(config, SftConfig) else config.actor_rollout_ref.actor
     return "" if size == 1 else f" x {get_train_engine(model.strategy).sequence_size}={size}"
 

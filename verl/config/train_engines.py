@@ -65,6 +65,8 @@ class TrainEngineSpec:
     def __post_init__(self) -> None:
         if unknown := self.capabilities - CAPABILITIES:
             raise ValueError(f"training engine {self.name}: {', '.join(sorted(unknown))} are not capabilities")
+        if "sequence_parallel" in self.capabilities and self.sequence_size not in self.group_sizes:
+            raise ValueError(f"training engine {self.name}: sequence_parallel needs a sequence_size in group_sizes")
 
     def load(self, path: str) -> Any:
         """Return what `path`, one of the attributes, names."""

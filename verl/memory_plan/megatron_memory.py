@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl.memory_plan.model_memory import PROBE_TOKENS, SYNC_BYTES, PassSize, Usage, highest, itemsize
+from verl.memory_plan.model_memory import (
+    PROBE_TOKENS,
+    SYNC_BYTES,
+    PassSize,
+    Usage,
+    count_repeats,
+    highest,
+    itemsize,
+)
 from verl.models.model_shape import ModelShape
 from verl.training.megatron.settings import MegatronSettings
 from verl.training.settings import default_chunk
@@ -122,11 +130,12 @@ class MegatronMemory:
 
     def in_weight_sync(self) -> Usage:
         """Return the usage while every weight is added up over all ranks, whole, one after another."""
-        shape = self.shape
-        largest = max(shape.vocabulary * shape.width, max(1, 2 * shape.experts) * shape.width * shape.mlp)
-        part = largest // max(self.settings.tensor_parallel_size, self.settings.expert_parallel_size)
-        buffers = Usage(buffers=2 * SYNC_BYTES * largest + self._compute * part)
-        return highest(*(self._in_use(stage) + buffers for stage in self.stages()))
+        shape, tensor = self.shape, self.settings.tensor_parallel_size
+        weights = [(shape.vocabulary * shape.width, tensor), (shape.width * shape.mlp, tensor)]
+        if shape.experts:
+            weights[1] = (2 * shape.experts * shape.width * shape.mlp, self.settings.expert_parallel_size)
+        most = max(2 * SYNC_BYTES * size + self._compute * (size // ranks) for size, ranks in weights)
+        return highest(*(self._in_use(stage) + Usage(buffers=most) for stage in self.stages()))
 
     def in_save(self) -> Usage:
         """Return the usage while weights and moments are gathered in float32, one after another, into host memory."""
@@ -148,18 +157,23 @@ class MegatronMemory:
         share = self.settings.model_parallel_size / self.micro_batches
         return int((4 + self._compute) * largest * share) if trains else 0
 
-    @property
-    def exchanged_token_bytes(self) -> int:
-        """The bytes per token that a rank sends in a forward pass.
+    def exchanges(self) -> Iterator[tuple[int, float]]:
+        """Yield (neighbors, bytes per token that a rank sends to them in a forward pass).
 
         Tensor parallel ranks gather and scatter hidden states twice per layer, context parallel ones exchange heads
         around attention, and tokens go to their experts and back. What stages send is little, and not counted.
         """
         settings, shape = self.settings, self.shape
-        hidden = 4 * (settings.tensor_parallel_size - 1) * shape.width
-        heads = 2 * (shape.attention_width + shape.kv_width) * _others(settings.context_parallel_size)
-        experts = 2 * shape.experts_per_token * shape.width * _others(settings.expert_parallel_size)
-        return int(self._compute * shape.layers * (hidden + heads + experts))
+        tensor, context, expert = (
+            settings.tensor_parallel_size,
+            settings.context_parallel_size,
+            settings.expert_parallel_size,
+        )
+        kv_width = shape.kv_width * count_repeats(shape.kv_heads // tensor, context)
+        size = self._compute * shape.layers
+        yield tensor, size * 4 * (tensor - 1) * shape.width
+        yield tensor * context, size * 2 * (shape.attention_width + kv_width) * (context - 1) / context
+        yield expert, size * 2 * shape.experts_per_token * shape.width * (expert - 1) / expert
 
     def copied_bytes(self, micro_batches: float, updates: int) -> float:
         """Return the bytes between device and host memory, for a pass of so many micro-batches and their updates."""
@@ -261,8 +275,3 @@ class MegatronMemory:
     @property
     def _compute(self) -> int:
         return itemsize(self.settings.compute_dtype)
-
-
-def _others(size: int) -> float:
-    """Return the share of all ranks of a group that the others of a rank are."""
-    return (size - 1) / size

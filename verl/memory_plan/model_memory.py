@@ -6,6 +6,7 @@ Its terms are the tensors that are alive at the peaks of `FsdpEngine`, found by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -191,11 +192,11 @@ class ModelMemory:
         gathers = 2 if trains and self.settings.reshard_after_forward else 1
         return gathers * self._compute * self.shape.parameters + (4 * self.shape.parameters if trains else 0)
 
-    @property
-    def exchanged_token_bytes(self) -> int:
-        """The bytes per token that ranks with the same sequences exchange in a forward pass, around attention."""
+    def exchanges(self) -> Iterator[tuple[int, float]]:
+        """Yield (neighbors, bytes per token that a rank sends to them in a forward pass): heads, around attention."""
         ranks, shape = self.settings.sequence_parallel_size, self.shape
-        return self._compute * shape.layers * 2 * (shape.attention_width + shape.kv_width) * (ranks - 1) // ranks
+        kv_width = shape.kv_width * count_repeats(shape.kv_heads, ranks)
+        yield ranks, self._compute * shape.layers * 2 * (shape.attention_width + kv_width) * (ranks - 1) / ranks
 
     def copied_bytes(self, micro_batches: float, updates: int) -> float:
         """Return the bytes between device and host memory, for a pass of so many micro-batches and their updates.
@@ -315,6 +316,11 @@ class ModelMemory:
 def highest(*usages: Usage) -> Usage:
     """Return the usage with the largest total."""
     return max(usages, key=lambda usage: usage.total)
+
+
+def count_repeats(kv_heads: int, ranks: int) -> int:
+    """Return how often ranks that share sequences repeat heads of keys and values, so that each can have its part."""
+    return math.lcm(kv_heads, ranks) // kv_heads
 
 
 def itemsize(dtype: str) -> int:

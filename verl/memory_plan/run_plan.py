@@ -10,11 +10,11 @@ from verl.config.batch_sizes import (
     BatchSizes,
     count_data_ranks,
     count_engine_devices,
+    count_sequence_ranks,
     count_train_ranks,
     get_actor_batch_sizes,
     get_critic_batch_sizes,
     get_max_sequence_tokens,
-    get_ulysses_size,
     uses_dynamic_batches,
 )
 from verl.config.features import frees_engine_memory
@@ -134,7 +134,7 @@ def _forward_size(config: Config, section: RolloutConfig | RefConfig, update: Pa
     """Return the largest micro-batch of a log-prob pass; as large as that of an update if the settings are null."""
     if uses_dynamic_batches(config):
         tokens = section.log_prob_max_token_len_per_gpu
-        return update if tokens is None else _by_tokens(config, tokens * get_ulysses_size(config))
+        return update if tokens is None else _by_tokens(config, tokens * count_sequence_ranks(config))
     samples = section.log_prob_micro_batch_size_per_gpu
     return update if samples is None else _by_samples(config, samples)
 
@@ -149,7 +149,7 @@ def _by_tokens(config: Config, tokens: int) -> PassSize:
 
 def _on_rank(config: Config, tokens: int) -> PassSize:
     """Return the part of a micro-batch that one rank computes; several may share its tokens."""
-    tokens = -(-tokens // get_ulysses_size(config))
+    tokens = -(-tokens // count_sequence_ranks(config))
     longest = get_max_sequence_tokens(config)
     return PassSize(tokens, tokens * min(config.data.max_response_length, longest) // longest)
 

@@ -108,7 +108,8 @@ def _pass(model: TrainMemory, cluster: Cluster, load: Workload, *, trains: bool)
     tokens = load.tokens / cluster.ranks
     computing = factor * operations * tokens / (COMPUTE_EFFICIENCY * cluster.device.flops)
     exchanges = backward if trains else 1  # passes through all layers: forward, perhaps once more, and backward
-    exchanging = exchanges * tokens * model.exchanged_token_bytes / cluster.get_link(1)
+    per_token = sum(sent / cluster.get_link(neighbors) for neighbors, sent in model.exchanges())
+    exchanging = exchanges * tokens * per_token
     passes = max(1.0, tokens / max(1, size.tokens))
     waiting = model.waiting if trains else 1.0
     copying = model.copied_bytes(passes, load.updates if trains else 0) / cluster.host

@@ -15,6 +15,7 @@ from verl.config.batch_sizes import (
     get_max_sequence_tokens,
     uses_dynamic_batches,
 )
+from verl.config.checks import megatron
 from verl.config.features import uses_critic
 from verl.config.paths import change_settings, format_value, get_value
 from verl.config.rollout_engines import get_rollout_engine
@@ -135,7 +136,8 @@ def rank_suggestions(config: Config, device: Device, build: BuildSettings) -> li
 
     def evaluate(values: Changes) -> MemoryPlan | None:
         try:
-            return plan_memory(change_settings(config, values), build)
+            changed = change_settings(config, values)
+            return None if any(megatron.find_conflicts(changed)) else plan_memory(changed, build)
         except ConfigError:  # a layout that the model or the number of ranks does not permit
             return None
 
@@ -312,7 +314,11 @@ def _megatron_layouts(config: Config) -> Iterator[SettingsChange]:
     heads = int(content.get("num_attention_heads") or 1)
     experts, groups, layers = (
         [size for size in range(1, ranks + 1) if int(count or 1) % size == 0]
-        for count in (count_experts(content), content.get("num_key_value_heads"), content.get("num_hidden_layers"))
+        for count in (
+            count_experts(content),
+            content.get("num_key_value_heads") or heads,
+            content.get("num_hidden_layers"),
+        )
     )
     layouts = [
         (tensor, context, pipeline, expert)
@@ -327,7 +333,9 @@ def _megatron_layouts(config: Config) -> Iterator[SettingsChange]:
     names = [f"megatron.{kind}_parallel_size" for kind in kinds]
     for layout in layouts:
         values = dict(zip(names, layout, strict=True))
-        changes = {f"{section}.{name}": size for section in _trained_models(config) for name, size in values.items()}
+        sections = [*_trained_models(config), REF]
+        changes = {f"{section}.{name}": size for section in sections for name, size in values.items()}
+        changes = {key: size for key, size in changes.items() if get_value(config, key) is not None}  # as the actor's
         new = {key: size for key, size in changes.items() if get_value(config, key) != size}
         if new:
             yield SettingsChange(new, "ranks exchange tokens in every layer, and stages wait for each other")

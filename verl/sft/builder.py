@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
-from verl.config.batch_sizes import count_total_steps, get_ulysses_size
+from verl.config.batch_sizes import count_sequence_ranks, count_total_steps
 from verl.config.checks import SFT_HINTS
 from verl.config.features import saves_hf
 from verl.config.schema import SftConfig
@@ -64,7 +64,7 @@ class SFTBuilder(RunBuilder[SftConfig]):
         sizes = self.config.data
         limit = MicroBatchLimit(
             samples=None if sizes.packing else sizes.micro_batch_size_per_gpu,
-            tokens=sizes.max_token_len_per_gpu * get_ulysses_size(self.config) if sizes.packing else None,
+            tokens=sizes.max_token_len_per_gpu * count_sequence_ranks(self.config) if sizes.packing else None,
         )
         split = partial(split_batch, ranks=model.layout.data_size, limit=limit)
         loader = SFTDataLoader(data.train, data.order, schedule.batch, split, start=stream.position, version=version)

@@ -10,7 +10,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
 
 from verl.errors import EngineError
 
@@ -68,6 +68,11 @@ def _bind_to(address: str | None) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if address == _LOOPBACK:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def get_timeout() -> timedelta:
+    """Return how long a collective may take: as long as the run allows, or torch's default outside of one."""
+    return _timeout or default_pg_timeout
 
 
 def build_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

@@ -99,6 +99,11 @@ class Script(NamedTuple):
     refused_entry: str | None
 
     @property
+    def has_megatron(self) -> bool:
+        """Whether it trains with Megatron-Core, or can."""
+        return "megatron" in self.needs or "engine.tensor_model_parallel_size" in dict(self.settings)
+
+    @property
     def is_runnable(self) -> bool:
         return not set(self.needs) & set(FEATURES)
 
@@ -376,7 +381,7 @@ def main() -> None:
             verdict = "runs" if not outcome.features else f"runs but for {', '.join(outcome.features)}"
         else:
             is_built = needed == {FEATURES["megatron"]} and not (outcome.features or outcome.other)
-            named = outcome.features if "megatron" in script.needs else set(FEATURES.values()) & set(outcome.features)
+            named = outcome.features if script.has_megatron else set(FEATURES.values()) & set(outcome.features)
             is_fine = not outcome.unknown and (is_built or bool(named))
             refused += is_fine
             by_own_need += is_fine and bool(needed & set(outcome.features))

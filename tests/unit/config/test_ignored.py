@@ -146,6 +146,7 @@ EFFECTS: dict[str, Effect] = {
     "critic.megatron.tensor_model_parallel_size": MEGATRON,
     "critic.megatron.pipeline_model_parallel_size": MEGATRON,
     "critic.megatron.expert_model_parallel_size": MEGATRON,
+    "critic.megatron.context_parallel_size": MEGATRON,
     "critic.megatron.param_offload": MEGATRON,
     "critic.megatron.grad_offload": MEGATRON,
     "critic.megatron.optimizer_offload": MEGATRON,

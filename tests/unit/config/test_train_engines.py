@@ -70,8 +70,9 @@ MEGATRON = [f"{A}.strategy=megatron", "critic.strategy=megatron", "trainer.n_gpu
 def test_layouts_that_megatron_cannot_have_are_refused_before_anything_starts() -> None:
     size = "model_parallel_size"
     pairs = {
-        f"{A}.megatron.tensor_{size}=3": f"3 x context_parallel_size=1 x pipeline_{size}=1 does not divide the 8",
-        f"{A}.megatron.context_parallel_size=16": f"context_parallel_size=16 x pipeline_{size}=1 does not divide the 8",
+        f"{A}.megatron.tensor_{size}=3": f"{A}.megatron.tensor_{size}: 3 x pipeline_{size}=1 x context_parallel_size=1",
+        f"{A}.megatron.context_parallel_size=3": f"{A}.megatron.context_parallel_size: 3 x tensor_{size}=1 x",
+        f"{A}.megatron.pipeline_{size}=16": f"{A}.megatron.pipeline_{size}: 16 x tensor_{size}=1 x",
         f"{A}.megatron.expert_{size}=16": f"{A}.megatron.expert_{size}: 16 x pipeline_{size}=1 does not divide the 8",
         f"actor_rollout_ref.ref.megatron.tensor_{size}=2": "all models have one layout",
         f"{A}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=1": "of 2 or more",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from public_models import MODELS
 
+from verl.config.checks.megatron import find_conflicts
 from verl.config.load import load
 from verl.config.paths import change_settings
 from verl.config.schema import Config
@@ -65,6 +66,29 @@ def test_the_fastest_layout_that_fits_is_proposed(config: Load) -> None:
         plan = plan_memory(changed, train_settings)
         seconds = estimate_step(plan, get_cluster(changed, device), get_workload(changed))
         assert plan.problems(MEMORY) or seconds > best.seconds
+
+
+def test_experts_stay_within_a_node_if_its_links_are_faster_than_the_network(config: Load) -> None:
+    best = rank_suggestions(config("Qwen3-30B-A3B", 4), assume_device(MEMORY), train_settings)[0]
+    assert 1 < best.values[f"{A}.megatron.expert_model_parallel_size"] <= 8
+
+
+REF_LAYOUT = "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2"
+
+
+def test_a_proposed_layout_is_that_of_all_models(config: Load) -> None:
+    run = config("Qwen2.5-72B", 8, f"{A}.megatron.tensor_model_parallel_size=2", f"{A}.use_kl_loss=true", REF_LAYOUT)
+    best = rank_suggestions(run, assume_device(MEMORY), train_settings)[0]
+    assert best.values[f"{A}.megatron.tensor_model_parallel_size"] > 2
+    assert list(find_conflicts(change_settings(run, best.values))) == []
+
+
+def test_experts_are_not_distributed_if_there_is_a_teacher(config: Load, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher.json"
+    teacher.write_text(json.dumps(MODELS["Qwen2.5-7B"]))
+    run = config("Qwen3-30B-A3B", 4, "distillation.enable=true", f"distillation.teacher.path={teacher}")
+    ranked = rank_suggestions(run, assume_device(MEMORY), train_settings)
+    assert not any(f"{A}.megatron.expert_model_parallel_size" in each.values for each in ranked)
 
 
 def test_ranks_share_sequences_that_are_too_long_for_one(config: Load) -> None:

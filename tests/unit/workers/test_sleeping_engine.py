@@ -44,8 +44,7 @@ async def record(settings: VllmSettings) -> list[str]:
 
 async def test_memory_of_weights_is_allocated_before_a_sync_and_of_the_cache_after_it() -> None:
     assert await record(VllmSettings("model", sleeps=True)) == [
-        "sleep 2 keep",
-        "pause_generation keep True",
+        "sleep 2 keep",  # pauses, too
         "wake_up ['weights']",
         "start_weight_update",
         "finish_weight_update 1",

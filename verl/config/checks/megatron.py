@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from verl.config.batch_sizes import count_train_ranks
@@ -43,15 +44,17 @@ def find_conflicts(config: Config | SftConfig) -> Iterator[Conflict]:
 
 def _check_ranks(model: TrainedModel, ranks: int) -> Iterator[Conflict]:
     layout, section = model.settings.megatron, f"{model.key}.megatron"
-    tensor, pipeline, expert, context = (getattr(layout, name) for name in SIZES)
+    pipeline, expert = layout.pipeline_model_parallel_size, layout.expert_model_parallel_size
     train_ranks = f"the {ranks} train ranks of the run (trainer.nnodes x trainer.n_gpus_per_node)"
-    if ranks % (tensor * pipeline * context):
-        others = f"context_parallel_size={context} x pipeline_model_parallel_size={pipeline}"
-        reason = f"{tensor} x {others} does not divide {train_ranks}"
-        yield Conflict(f"{section}.{SIZES[0]}", reason, "=1, or change the number of ranks")
+    copies = {name: getattr(layout, name) for name in SIZES if name != "expert_model_parallel_size"}
+    if ranks % math.prod(copies.values()):
+        wrong = next((name for name, size in copies.items() if ranks % size), max(copies, key=copies.__getitem__))
+        others = " x ".join(f"{name}={size}" for name, size in copies.items() if name != wrong)
+        reason = f"{copies[wrong]} x {others} does not divide {train_ranks}"
+        yield Conflict(f"{section}.{wrong}", reason, "=1, or change the number of ranks")
     elif ranks % (pipeline * expert):
         reason = f"{expert} x pipeline_model_parallel_size={pipeline} does not divide {train_ranks}"
-        yield Conflict(f"{section}.{SIZES[2]}", reason, "=1, or change the number of ranks")
+        yield Conflict(f"{section}.expert_model_parallel_size", reason, "=1, or change the number of ranks")
     first_last = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
     for name in first_last:
         layers = getattr(layout.override_transformer_config, name)

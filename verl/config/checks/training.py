@@ -8,11 +8,11 @@ from verl.config.batch_sizes import (
     BatchSizes,
     count_data_ranks,
     count_policy_steps,
+    count_sequence_ranks,
     count_train_ranks,
     get_actor_batch_sizes,
     get_critic_batch_sizes,
     get_max_sequence_tokens,
-    get_ulysses_size,
 )
 from verl.config.checks.conflict import Conflict
 from verl.config.features import list_trained_models, uses_critic
@@ -66,7 +66,7 @@ def find_sft_hints(config: SftConfig) -> Iterator[Conflict]:
     if data.train_batch_size < ranks:
         reason = f"{data.train_batch_size} examples leave some of the {ranks} train ranks idle"
         yield Conflict("data.train_batch_size", reason, f"={ranks} or more")
-    share = -(-data.max_length // get_ulysses_size(config))
+    share = -(-data.max_length // count_sequence_ranks(config))
     if data.packing and tokens < share:
         reason = f"{tokens} is less than data.max_length={data.max_length}, so longer examples will exceed it"
         yield Conflict("data.max_token_len_per_gpu", reason, f"={share}")
@@ -91,7 +91,7 @@ def _check_ulysses(config: Config | SftConfig, ranks: int) -> Iterator[Conflict]
     model = list_trained_models(config)[0]
     if get_train_engine(model.settings.strategy).sequence_size != "ulysses_sequence_parallel_size":
         return
-    size, key = get_ulysses_size(config), f"{model.key}.ulysses_sequence_parallel_size"
+    size, key = count_sequence_ranks(config), f"{model.key}.ulysses_sequence_parallel_size"
     if ranks % size:
         yield Conflict(key, f"{size} does not divide the {ranks} {_RANKS}", f"={_nearest_divisor(ranks, size)}")
     if isinstance(config, SftConfig) or size == 1:
@@ -161,7 +161,7 @@ def _check_batch_sizes(config: Config, section: str, sizes: BatchSizes) -> Itera
     key = f"{section}.ppo_max_token_len_per_gpu"
     if get_value(config, key) is not None and tokens is not None and tokens < longest:
         reason = f"{tokens} is less than the longest sequence ({longest} tokens), which will exceed it"
-        yield Conflict(key, reason, f"={-(-longest // get_ulysses_size(config))}")
+        yield Conflict(key, reason, f"={-(-longest // count_sequence_ranks(config))}")
 
 
 def _check_learning_rates(config: Config | SftConfig) -> Iterator[Conflict]:

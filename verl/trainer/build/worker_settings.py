@@ -10,9 +10,9 @@ from verl.cluster.hangs.pending_calls import Timeouts
 from verl.config.batch_sizes import (
     count_engine_devices,
     count_policy_steps,
+    count_sequence_ranks,
     get_actor_batch_sizes,
     get_critic_batch_sizes,
-    get_ulysses_size,
     uses_dynamic_batches,
 )
 from verl.config.features import (
@@ -244,7 +244,7 @@ def _forward_limit(config: Config, section: RolloutConfig | RefConfig) -> MicroB
         samples = section.log_prob_micro_batch_size_per_gpu
         return None if samples is None else MicroBatchLimit(samples, None)
     tokens = section.log_prob_max_token_len_per_gpu
-    return None if tokens is None else MicroBatchLimit(None, tokens * get_ulysses_size(config))
+    return None if tokens is None else MicroBatchLimit(None, tokens * count_sequence_ranks(config))
 
 
 def episode_settings(

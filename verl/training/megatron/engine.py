@@ -139,7 +139,7 @@ class MegatronEngine(TrainEngine[Any]):
                 shares |= {name: shares.get(name, 0.0) + value for name, value in metrics.items()}
             with span("optimizer step"), self._moments.on_device():
                 norm, has_stepped = self.optimizer.step(lr, should_step=totals.tokens > 0)
-        copies = self.settings.tensor_parallel_size * self.settings.context_parallel_size
+        copies = self.settings.ranks_per_batch
         shares = {name: value / copies for name, value in shares.items()} if self._is_last else {}
         self._count_skipped(norm)
         return sum_metrics(shares) | {
@@ -170,13 +170,14 @@ class MegatronEngine(TrainEngine[Any]):
         def step(batches: Iterator[FlatBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(batches)
             group = self._context_group
-            padded = _pad(batch, self.settings.tensor_parallel_size * self.settings.context_parallel_size)
-            packing = Packing(arguments=packing_kwargs(padded.lengths.tolist(), self.device), group=group)
+            padded = _pad(batch, self.settings.ranks_per_batch)
+            arguments = packing_kwargs(padded.lengths.tolist(), self.device)
             padded = padded.to(self.device)
             tokens, positions = padded.tokens, padded.positions
             if group is not None:
-                packing.arguments["count"] = padded.num_tokens
+                arguments["count"] = padded.num_tokens
                 tokens, positions = group.take(tokens), group.take(positions)
+            packing = Packing(arguments=arguments, group=group)
             states = model(tokens[None], positions[None], None, packed_seq_params=packing)
 
             def finish_batch(states: Tensor) -> tuple[Tensor, Any]:

@@ -10,7 +10,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from verl.errors import EngineError
 from verl.training.megatron.settings import MegatronSettings
-from verl.training.process_group import check_divides
+from verl.training.process_group import check_divides, get_timeout
 
 INIT_SEED = 1
 """Megatron wants a seed before it creates a model; its weights are then read from files, and nothing is dropped out."""
@@ -60,6 +60,7 @@ def join_groups(settings: MegatronSettings) -> None:
         context_parallel_size=sizes.context,
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=get_timeout().total_seconds() / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(INIT_SEED)
     _joined = world, sizes

@@ -53,8 +53,13 @@ class MegatronSettings(EngineSettings):
         """The number of ranks that have one copy of the model, apart from experts."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def ranks_per_batch(self) -> int:
+        """The number of ranks of a stage that get the same batches."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
     def layout(self, world_size: int) -> RankLayout:
         """Return which ranks get the same samples: tensor ranks change fastest, then context, data, stages."""
-        adjacent = self.tensor_parallel_size * self.context_parallel_size
+        adjacent = self.ranks_per_batch
         data_size = max(1, world_size // (adjacent * self.pipeline_parallel_size))
         return RankLayout(tuple(rank // adjacent % data_size for rank in range(world_size)))
