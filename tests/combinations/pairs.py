@@ -193,7 +193,8 @@ def format_page(table: PairTable) -> str:
         *("# Which features can be combined", ""),
         f"A run has {len(FACTORS)} factors with {levels} levels. `make show-combinations` trains combinations in which "
         "every pair of levels occurs, except the pairs below: these are refused before anything starts, with a message "
-        "that names the setting. The runs are on CPUs. `python -m tests.combinations.pairs --write` writes this page.",
+        "that names the setting. The runs are on CPUs, synchronous, with FSDP2 and with vLLM or transformers. "
+        "`python -m tests.combinations.pairs --write` writes this page.",
         *("", "| factor | levels |", "| --- | --- |"),
         *(f"| {factor} | {_list(FACTORS[factor])} |" for factor in FACTORS),
         *("", "## Refused combinations", "", "| this | with | setting | reason |", "| --- | --- | --- | --- |"),

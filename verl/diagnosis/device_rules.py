@@ -30,8 +30,9 @@ IDLE_TRAINER = Rule(
     meaning="Where training and generation have devices of their own, those of training wait for responses.",
     limits=f"More than {_IDLE:.0%} of a step, and more than the engines waited.",
     remedy=(
-        "give generation more of the devices (`actor_rollout_ref.rollout.n_gpus_per_node`), or let it run further "
-        "ahead (`async_training.staleness_threshold`, `trainer.max_staleness`)"
+        "give generation more of the devices (`actor_rollout_ref.rollout.n_gpus_per_node`), lend it those of training "
+        "(`actor_rollout_ref.rollout.lend_train_devices=True`), or let it run further ahead "
+        "(`async_training.staleness_threshold`, `trainer.max_staleness`)"
     ),
 )
 

@@ -25,7 +25,7 @@ _VERBS = (
     *("quote", "read", "remove", "rename", "rerun", "rewrite", "run", "save", "see", "set", "start", "use", "write"),
 )
 _OTHERS = r"every message needs|each line must|it must be|supported are|(?:settings of [\w.]+|available):"
-_FIX = re.compile(rf"(?:[;:.,] |\n *)(?=(?:{'|'.join(_VERBS)})\b|{_OTHERS})", re.IGNORECASE)
+_FIX = re.compile(rf"(?:[;:.,] |\n *)(?=(?:{'|'.join(_VERBS)})\b(?!\.\w)|{_OTHERS})", re.IGNORECASE)
 """Where the fix begins: messages name it last, as an instruction."""
 
 

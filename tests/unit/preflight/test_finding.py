@@ -38,6 +38,12 @@ pytestmark = pytest.mark.unit
             "convert it",
         ),
         ("nothing to split", "", "nothing to split", ""),
+        (
+            "data.train_files: no tran.parquet; . contains: run.yaml, train.parquet; did you mean train.parquet?",
+            "data.train_files",
+            "no tran.parquet; . contains: run.yaml, train.parquet",
+            "did you mean train.parquet?",
+        ),
     ],
 )
 def test_a_message_is_split_into_place_problem_and_fix(message: str, place: str, problem: str, fix: str) -> None:

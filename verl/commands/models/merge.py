@@ -35,7 +35,7 @@ options:
   DIR, --local_dir DIR      folder of a run (its newest checkpoint), a checkpoint, or .../global_step_N/actor
   --target_dir DIR          folder of the new model; must not exist
   --test_hf_dir DIR         model to compare
-  --backend fsdp            engine that wrote the checkpoint
+  --backend NAME            fsdp or megatron: both write the same checkpoints, so it has no effect
   --hf_model_path MODEL     take config and tokenizer (and the base weights of an adapter) from this model instead of
                             the checkpoint
   --adapter                 write the LoRA adapter of the checkpoint in PEFT format, without merging it
