@@ -100,7 +100,7 @@ class TrainLoop(Generic[T_co]):
         self.task, self.schedule, self.checkpointer, self.profiler = task, schedule, checkpointer, profiler
         self.tracker, self.console, self.restarts, self.version = tracker, console, restarts, version
         self._first = version  # the version that the run has started from
-        self._state: dict[str, Any] | None = None  # state of the task before the step in progress
+        self._state: dict[str, Any] | None = None  # state of the task before the step in progress; None between steps
         self._keep_weights = keep_weights
         self._validation: asyncio.Future[None] | None = None
 
@@ -162,11 +162,12 @@ class TrainLoop(Generic[T_co]):
             self.console.note(f"{reason}: {done}; rerun the command to resume")
 
     async def _save_before_exit(self) -> None:
-        """Save the weights before the step that failed, unless they are saved, or were being changed."""
-        is_new = self._state is not None and self.version not in (self.checkpointer.last, self._first)
+        """Save the weights after the last complete step, unless they are saved, or were being changed."""
+        is_new = self.version not in (self.checkpointer.last, self._first)
         if self.schedule.save_every != -1 and is_new and self.task.has_weights(self.version):
             await self.task.prepare_save(self.version)
-            await self.checkpointer.save(self.version, self._state or {})
+            state = self.task.state(self.version) if self._state is None else self._state
+            await self.checkpointer.save(self.version, state)
             await self.checkpointer.finish()
 
     async def _step(self) -> None:
@@ -175,6 +176,7 @@ class TrainLoop(Generic[T_co]):
             with self.console.running_step(self.version + 1):
                 metrics = await self.task.step(self.version)
         self.version += 1
+        self._state = None  # a validation that fails comes after the step
         self.tracker.log(metrics | self.restarts.metrics(), self.version)
         self._advise(await self.task.diagnose(metrics, self.version))
 

@@ -161,3 +161,15 @@ async def test_a_saved_version_is_not_saved_again_before_exit() -> None:
     assert await run(Failing(StorageError("full")), 2) == [(2, {"position": 20})]
     assert await run(Failing(StorageError("full")), -1) == []
     assert await run(Failing(RewardError("wrong")), None) == []
+
+
+@pytest.mark.parametrize(("is_beside", "version"), [(False, 2), (True, 3)])
+async def test_what_a_validation_ends_is_saved_with_the_state_of_its_version(is_beside: bool, version: int) -> None:
+    loop = make_validating(task := Validating(StorageError("full")), total=10, every=2)
+    loop.schedule = replace(loop.schedule, save_every=None)
+    if not is_beside:
+        loop._keep_weights = None
+    task.state = lambda version: {"position": 10 * version}  # type: ignore[method-assign]
+    with pytest.raises(StorageError):
+        await loop.fit()
+    assert loop.checkpointer.saved == [(version, {"position": 10 * version})]  # type: ignore[attr-defined]
