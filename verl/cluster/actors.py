@@ -212,18 +212,23 @@ class ActorGroup:
 
     @asynccontextmanager
     async def call_others(
-        self, method: str, *, timeout: Timeout, collect: Callable[[list[Any]], None] = lambda replies: None
+        self,
+        method: str,
+        *,
+        timeout: Timeout,
+        pause_s: float = 0.0,
+        collect: Callable[[list[Any]], None] = lambda replies: None,
     ) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
         """Call `method` once on all ranks but 0; yield a function that calls rank 0, any number of times.
 
         At the end of the block rank 0 has to have done its part of all collectives of `method`. Timeouts start
-        again with each reply of rank 0. Until then no other call reaches the ranks. `collect` gets the replies of the
-        others.
+        again with each reply of rank 0, between whose calls `pause_s` may pass. Until then no other call reaches the
+        ranks. `collect` gets the replies of the others.
         """
-        progress = Progress()
+        progress, longest = Progress(), timeout._replace(seconds=timeout.seconds + pause_s)
         async with self._lock:
             tasks = [
-                self._call_rank(rank, method, timeout=timeout, progress=progress) for rank in range(1, len(self.actors))
+                self._call_rank(rank, method, timeout=longest, progress=progress) for rank in range(1, len(self.actors))
             ]
             others = asyncio.gather(*tasks)
 

@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from verl.cluster.actors import free_port, get_node_address, get_objects
-from verl.cluster.hangs.pending_calls import CallTarget
+from verl.cluster.hangs.pending_calls import MARGIN_S, CallTarget
 from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
 from verl.types import Sample
@@ -205,7 +205,8 @@ class PolicyGroup(RankGroup):
     async def pack_weights(self) -> AsyncGenerator[Any, None]:
         """Yield the weights in buckets. Rank 0 is called for each of them, the others once: they may be 1,000."""
         collect, timeout = self._collect_phases, self._timeouts.weights
-        async with self.call_others("gather_weights", timeout=timeout, collect=collect) as call_first:
+        pause_s = timeout.seconds + MARGIN_S  # while engines load a bucket, one of which may hang
+        async with self.call_others("gather_weights", timeout=timeout, pause_s=pause_s, collect=collect) as call_first:
             packing = asyncio.ensure_future(call_first("pack_bucket", True))
             try:
                 while (bucket := await packing) is not None:

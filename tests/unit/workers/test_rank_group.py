@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from simulated_clock import simulate
 
-from verl.cluster.hangs.pending_calls import PENDING_CALLS
+from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, PENDING_CALLS
 from verl.errors import ProcessLostError
 from verl.tracking.phases import PHASES
 from verl.workers.rank_speed import PROBE_S
@@ -141,6 +142,19 @@ async def test_other_ranks_are_not_left_in_a_collective_when_packing_stops_early
             break
     assert ranks[0].calls[-1] == "finish_buckets"
     assert not PENDING_CALLS.list_calls()
+
+
+def test_ranks_that_gather_wait_longer_than_an_engine_may_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PENDING_CALLS, "clock", lambda: asyncio.get_running_loop().time())
+
+    async def load_slowly() -> list[Any]:
+        buckets = []
+        async for bucket in group_of(Rank(), Rank()).pack_weights():
+            await asyncio.sleep(DEFAULT_TIMEOUTS.weights.seconds + 30)  # until the engine is lost, with a report
+            buckets.append(bucket)
+        return buckets
+
+    assert simulate(load_slowly()) == ["bucket"], "the engine is lost alone"
 
 
 async def test_the_loss_of_a_rank_that_gathers_is_raised_while_rank_0_waits_for_it() -> None:
