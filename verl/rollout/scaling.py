@@ -20,7 +20,7 @@ REQUEST, STATUS = "scale.json", "engines.json"
 POLL_S = 1.0
 DRAIN_S = 600.0
 """How long an engine that leaves may finish its requests; then they run again on other engines."""
-_GONE = (EngineState.DRAINING, EngineState.LEFT, EngineState.GIVEN_UP)
+_GONE = (EngineState.DRAINING, EngineState.LEFT)
 
 
 class EnginePlacer(Protocol):
@@ -51,7 +51,7 @@ class EngineScaler:
     """Lets engines join and leave until there are as many as wanted; without a request it changes nothing.
 
     Engines that join wait for devices as long as necessary, so that nodes may join the cluster later. Of the engines
-    that leave, those that are not ready come first, and then the newest.
+    that leave, those that are not ready come first, and then the newest. A request replaces engines that were given up.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EngineScaler:
         self._supervisor, self._placer, self._folder, self._note = supervisor, placer, folder, note
         self.wanted, self._drain_s = wanted, drain_s
         self._task: asyncio.Future[None] | None = None
-        self._leaving: set[asyncio.Future[None]] = set()
+        self._leaving: dict[int, asyncio.Future[None]] = {}
         self._status: dict[str, Any] = {}
 
     def start(self) -> None:
@@ -99,6 +99,9 @@ class EngineScaler:
         refusal = ""
         if request is not None and not (refusal := self._placer.describe_limit(request["engines"])):
             self.wanted = request["engines"]
+            for engine_id, state in self._supervisor.states.items():
+                if state is EngineState.GIVEN_UP:  # without a request, its successors would follow each other forever
+                    self._start_removing(engine_id)
             self._note(f"verl scale: {len(self._list_staying())} -> {self.wanted} rollout engines")
         if self.wanted is not None:
             self._scale(self.wanted)
@@ -106,21 +109,25 @@ class EngineScaler:
         self._write_status({"wanted": self.wanted, "engines": states}, refusal, is_reply=request is not None)
 
     def _list_staying(self) -> list[int]:
-        return [engine_id for engine_id, state in self._supervisor.states.items() if state not in _GONE]
+        states = self._supervisor.states
+        return [each for each, state in states.items() if state not in _GONE and each not in self._leaving]
 
     def _scale(self, wanted: int) -> None:
         states, staying = self._supervisor.states, self._list_staying()
         order = sorted(staying, key=lambda engine_id: (states[engine_id] is EngineState.READY, -engine_id))
         for engine_id in order[: max(0, len(staying) - wanted)]:
-            leaving = asyncio.ensure_future(self._remove(engine_id))
-            self._leaving.add(leaving)
-            leaving.add_done_callback(self._leaving.discard)
+            self._start_removing(engine_id)
         missing = wanted - len(staying)
         while missing > 0 and self._placer.find():
             self._supervisor.add(self._placer.spawn)
             missing -= 1
         if missing <= 0:
             self._placer.stop_finding()
+
+    def _start_removing(self, engine_id: int) -> None:
+        leaving = asyncio.ensure_future(self._remove(engine_id))
+        self._leaving[engine_id] = leaving
+        leaving.add_done_callback(lambda _: self._leaving.pop(engine_id))
 
     async def _remove(self, engine_id: int) -> None:
         await self._supervisor.remove(engine_id, drain_timeout_s=self._drain_s)

@@ -107,12 +107,23 @@ async def test_waiting_for_devices_ends_when_fewer_engines_are_wanted(tmp_path: 
     assert scene.supervisor.states == {0: READY}
 
 
-async def test_an_engine_that_is_given_up_is_replaced_once_a_number_is_wanted(tmp_path: Path) -> None:
+async def test_an_engine_that_is_given_up_is_replaced_once_for_each_request(tmp_path: Path) -> None:
     scene = Scene(tmp_path, READY, EngineState.GIVEN_UP)
     await scene.update()
     assert list(scene.supervisor.states) == [0, 1]
-    await scene.ask(2)
-    assert list(scene.supervisor.states) == [0, 1, 2]
+    for joined in (2, 3):
+        await scene.ask(2)
+        assert scene.supervisor.states == {0: READY, joined: JOINING}
+        scene.supervisor.states[joined] = EngineState.GIVEN_UP
+        await scene.update()
+        assert list(scene.supervisor.states) == [0, joined], "another one would not start either"
+    assert scene.placer.used == {3}, "the others have released their devices"
+
+
+async def test_an_engine_that_is_given_up_leaves_first(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, EngineState.GIVEN_UP, READY, READY)
+    await scene.ask(1)
+    assert scene.supervisor.states == {1: READY}
 
 
 async def test_what_is_not_possible_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -118,6 +118,17 @@ def test_an_engine_that_joins_gets_the_devices_of_one_that_left_or_others_of_the
     assert reserved.is_closed
 
 
+def test_an_engine_that_joins_gets_no_accelerators_of_train_workers_that_another_one_has() -> None:
+    pool: Any = RecordingPool(4)
+    placer = EnginePlacer(config_of(f"{R}.tensor_model_parallel_size=2"), pool, "cuda", ["a", "b", "c", "d"])
+    placer.spawn_first()
+    assert not placer.find()
+    placer.release(1)
+    assert placer.find()
+    placer.spawn(2)
+    assert pool.spawned[2:] == [(2, 0, "c,d")]
+
+
 def test_devices_that_are_not_needed_any_more_are_not_waited_for(cluster: type[ReservedPool]) -> None:
     placer = EnginePlacer(config_of(), RecordingPool(4), "cuda")  # type: ignore[arg-type]
     assert not placer.find()

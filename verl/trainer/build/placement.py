@@ -95,8 +95,10 @@ class EnginePlacer:
 
     def find(self) -> bool:
         """Return whether there are devices for another engine; if not, reserve some as soon as the cluster has them."""
-        if self._accelerators is not None or self._find_place() < self._count:
+        if self._find_place() < self._count:
             return True
+        if self._accelerators is not None:  # cores may be shared; accelerators have room for the first engines only
+            return self._device == "cpu"
         if self._pending is None:
             self._pending = DevicePool(self._width, self._device, width=self._width)
         return self._pending.is_reserved()
