@@ -55,14 +55,14 @@ class HostTransport:
 
     supports_sync_one = True  # a single receiver, whose process is new, can be reached
 
-    async def send(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
-        """Return for each receiver how it was lost, or None if it has the weights."""
-        losses: list[ProcessLostError | None] = [None] * len(receivers)
+    async def send(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[Exception | None]:
+        """Return for each receiver how it was lost or has failed, or None if it has the weights."""
+        losses: list[Exception | None] = [None] * len(receivers)
 
         async def call(index: int, method: str, *args: Any) -> None:
             try:
                 await getattr(receivers[index], method)(*args)
-            except ProcessLostError as error:
+            except Exception as error:  # noqa: BLE001 - process boundary; one that leaves may raise anything
                 losses[index] = error
 
         async def call_all(method: str, *args: Any) -> None:
@@ -89,7 +89,7 @@ class DeviceTransport:
         self.backend = backend
         self._group: list[Receiver] | None = None
 
-    async def send(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
+    async def send(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[Exception | None]:
         self._group = list(receivers) if self._group is None else self._group
         if list(receivers) != self._group:
             raise TrainerLostError(

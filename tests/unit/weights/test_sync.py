@@ -155,6 +155,17 @@ async def test_an_engine_that_is_lost_right_after_a_wrong_answer_is_an_outlier_t
     assert receivers.ready == [0, 1]
 
 
+async def test_an_engine_that_leaves_during_a_sync_does_not_end_the_run() -> None:
+    class Leaving(Engine):
+        async def load_bucket(self, bucket: float) -> None:
+            receivers.lost[1] = "it has left"
+            raise AttributeError("'VllmEngine' object has no attribute '_llm'")
+
+    receivers = Recording([Engine(), Leaving()])
+    await WeightSync(Model(), receivers, HostTransport(), PROBE).sync(0)
+    assert receivers.ready == [0]
+
+
 async def test_engines_that_are_all_wrong_stop_the_run() -> None:
     model, engines = Model(), [Engine(loses_weights=True), Engine(loses_weights=True)]
     weight_sync = make_sync(model, engines, HostTransport())
