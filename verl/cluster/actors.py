@@ -232,8 +232,11 @@ class ActorGroup:
             ]
             others = asyncio.gather(*tasks)
 
-            async def call_first(method: str, *args: Any) -> Any:
-                reply = self._call_rank(0, method, *args, timeout=timeout, progress=progress)
+            def call_first(method: str, *args: Any) -> Awaitable[Any]:
+                # Called now, even if the caller is cancelled before it waits: the other ranks wait for this call.
+                return wait_for(self._call_rank(0, method, *args, timeout=timeout, progress=progress))
+
+            async def wait_for(reply: asyncio.Future[Any]) -> Any:
                 async with self._waiting_for([reply, *tasks], ending=[reply]):
                     await asyncio.wait([reply, others], return_when=asyncio.FIRST_COMPLETED)
                     if others.done():

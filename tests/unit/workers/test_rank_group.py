@@ -144,6 +144,17 @@ async def test_other_ranks_are_not_left_in_a_collective_when_packing_stops_early
     assert not PENDING_CALLS.list_calls()
 
 
+async def test_other_ranks_are_not_left_in_a_collective_when_the_sync_is_cancelled_at_once() -> None:
+    ranks = Rank(), Rank()
+    packing = asyncio.ensure_future(pack(group_of(*ranks)))
+    await asyncio.sleep(0)
+    packing.cancel()
+    await asyncio.wait([packing])
+    assert packing.cancelled()
+    assert ranks[0].calls == ["pack_bucket", "finish_buckets"]
+    assert not PENDING_CALLS.list_calls()
+
+
 def test_ranks_that_gather_wait_longer_than_an_engine_may_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PENDING_CALLS, "clock", lambda: asyncio.get_running_loop().time())
 
