@@ -72,8 +72,9 @@ class Completion:
     an input yet. `engine` is the index of the rollout engine that generated it, -1 if unknown. `kept_ids`, if
     requested, are the tokens [tokens, K] among which each new token was drawn: the new token first, then the `top_k`
     most likely ones, in place of those that were dropped the new token again. `logprobs` are normalized over them.
-    `preemptions` counts how often the engine dropped the cache of the request to make room for others; it is not part
-    of the result, and not compared.
+    `earlier_engines` are those that were lost before `engine` continued their tokens, and `preemptions` counts how
+    often the engine dropped the cache of the request to make room for others; both are not part of the result, and not
+    compared.
     """
 
     token_ids: list[int]
@@ -84,6 +85,7 @@ class Completion:
     engine: int = -1
     kept_ids: npt.NDArray[np.int32] | None = None
     preemptions: int = 0
+    earlier_engines: frozenset[int] = frozenset()
 
     def __eq__(self, other: object) -> bool:
         import numpy as np

@@ -119,7 +119,9 @@ class Transcript:
             score=score,
             metrics=metrics,
             finish_reason=self.finish_reason,
-            engines=frozenset(turn.completion.engine for turn in self.turns),
+            engines=frozenset(
+                engine for turn in self.turns for engine in (turn.completion.engine, *turn.completion.earlier_engines)
+            ),
             branches=len(leaves),
             episode_tokens=self.count_generated(),
             preemptions=sum(turn.completion.preemptions for turn in self.turns),

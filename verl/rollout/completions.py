@@ -64,5 +64,6 @@ def _join(parts: Sequence[Completion]) -> Completion:
         logprobs=np.concatenate([part.logprobs for part in parts]),
         versions=np.concatenate([part.versions for part in parts]),
         preemptions=sum(part.preemptions for part in parts),
+        earlier_engines=frozenset(part.engine for part in parts[:-1]),
         kept_ids=None if parts[0].kept_ids is None else np.concatenate([part.kept_ids for part in parts]),
     )

@@ -150,6 +150,14 @@ def test_tokens_of_earlier_turns_keep_the_experts_that_they_were_generated_with(
     assert experts[:, 0, 0].tolist() == [5, 5, 5, 8, 8]
 
 
+def test_a_sample_has_the_engines_of_all_its_turns_and_those_whose_tokens_they_continued() -> None:
+    transcript = Transcript()
+    first = Completion([3], [0.0], [0], "stop", engine=1, earlier_engines=frozenset([0]))
+    transcript.add([9], Completion([6], [0.0], [0], "stop", engine=2), transcript.add([1, 2], first))
+    [sample] = transcript.to_samples(0, 0, 0.0, {})
+    assert sample.engines == {0, 1, 2}
+
+
 def test_preemptions_of_all_turns_are_added_up() -> None:
     transcript = Transcript()
     first, second = (Completion([3], [0.0], [0], "stop", preemptions=count) for count in (1, 2))

@@ -485,6 +485,7 @@ async def test_another_engine_continues_what_a_lost_one_has_generated() -> None:
     assert response.versions.tolist() == [-1] * 3 + [1] * 7
     assert (len(response.token_ids), len(response.logprobs), response.finish_reason) == (10, 10, "length")
     assert response.preemptions == 2
+    assert (response.engine, response.earlier_engines) == (1, {0})
 
 
 @in_simulated_time
