@@ -167,7 +167,7 @@ class Sample:
     failure: Failed | None = None
     routed_experts: npt.NDArray[np.integer] | None = None
     teacher_prompt: npt.NDArray[np.int32] | None = None
-    engines: frozenset[int] = frozenset()  # the rollout engines that generated it
+    engines: frozenset[int] = frozenset()  # the rollout engines that generated it, or its baseline
     turn_rewards: tuple[tuple[int, float], ...] = ()
     turns: tuple[tuple[int, int, float, int], ...] = ()
     branches: int = 1

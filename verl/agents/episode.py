@@ -152,7 +152,7 @@ class EpisodeRunner:
             return samples
         if greedy.failure is not None:  # no baseline
             return [replace(sample, failure=sample.failure or greedy.failure) for sample in samples]
-        return [replace(sample, baseline=greedy.score) for sample in samples]
+        return [replace(each, baseline=greedy.score, engines=each.engines | greedy.engines) for each in samples]
 
     async def _run_one(
         self,

@@ -94,6 +94,15 @@ async def test_the_greedy_response_is_the_baseline_and_not_a_sample() -> None:
     assert [sample.baseline for sample in await runner.run(PROMPT, 7, [5], sampling)] == [None]
 
 
+async def test_a_sample_depends_on_the_engine_of_its_baseline() -> None:
+    async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        return Completion([5], [0.0], [0], "stop", engine=0 if sampling.temperature == 0 else 1)
+
+    runner = EpisodeRunner(generate, accept, decode)
+    [sample] = await runner.run(PROMPT, 7, [5], SamplingParams(max_tokens=4), greedy_baseline=True)
+    assert sample.engines == {0, 1}
+
+
 async def test_the_greedy_response_is_generated_concurrently() -> None:
     running = 0
     together = asyncio.Event()
