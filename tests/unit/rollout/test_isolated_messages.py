@@ -80,6 +80,13 @@ async def test_a_call_that_fails_is_answered_with_its_error(arguments: bytes, er
     assert error in str(decode(value))
 
 
+async def test_a_call_is_answered_although_the_engine_could_not_be_created() -> None:
+    stream = Written()
+    await EngineServer()._answer(stream, 7, "close", encode(()))  # type: ignore[arg-type]
+    [(id, has_succeeded, _)] = stream.messages
+    assert (id, has_succeeded) == (7, False)
+
+
 async def test_a_reply_that_cannot_be_read_fails_only_its_call() -> None:
     engine = IsolatedEngine(get_rollout_engine("hf"), None, "/envs/other/bin/python")  # type: ignore[arg-type]
     stream, reader, loop = Written(), asyncio.StreamReader(), asyncio.get_running_loop()

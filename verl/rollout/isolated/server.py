@@ -47,8 +47,8 @@ class EngineServer:
                 running[id].cancel()
 
     async def _answer(self, writer: asyncio.StreamWriter, id: int, method: str, arguments: bytes) -> None:
-        target: Any = self if method in ("import_modules", "create") else self._engine
         try:
+            target: Any = self if method in ("import_modules", "create") else self._engine
             reply = (id, True, encode(await getattr(target, method)(*decode(arguments))))
         except Exception as error:  # noqa: BLE001 - process boundary: raised again where the call was made
             is_known = type(error).__module__ == EngineError.__module__
