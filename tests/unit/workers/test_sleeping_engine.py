@@ -1,6 +1,7 @@
 """A rollout actor whose engine sleeps: requests wait, weights wake it. And the order of the calls to vLLM."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,46 @@ async def test_memory_of_weights_is_allocated_before_a_sync_and_of_the_cache_aft
 async def test_weights_that_are_not_sent_again_stay_in_host_memory() -> None:
     adapter = AdapterSettings(rank=8, alpha=16, targets="all-linear", max_rank=8)
     assert (await record(VllmSettings("model", adapter=adapter, sleeps=True)))[0] == "sleep 1 keep"
+
+
+class PreparingLlm(RecordingLlm):
+    """Prepares requests, except those of the probe, until `prepared`; they never end."""
+
+    model_config = SimpleNamespace(get_vocab_size=lambda: 100)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared = asyncio.Event()
+
+    async def add_request(self, *args: Any, priority: int, **kwargs: Any) -> Any:
+        if priority == 0:
+            await self.prepared.wait()
+        self.calls.append("request" if priority == 0 else "probe")
+        return SimpleNamespace(get=asyncio.Event().wait, close=lambda: None, request_id="0")
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_request_that_is_prepared_during_an_update_does_not_run_before_the_probe(is_first: bool) -> None:
+    engine = VllmEngine(VllmSettings("model"))
+    engine._llm = llm = PreparingLlm()  # type: ignore[assignment]
+    if is_first:  # nobody has resumed the engine yet
+        await load_weights(engine, [], 0)
+    generating = asyncio.ensure_future(engine.generate([1], SamplingParams(4)))
+    await settle()
+    await load_weights(engine, [], 1)
+    llm.prepared.set()
+    await settle()
+    probing = asyncio.ensure_future(engine.compute_logprobs([[1, 2]]))
+    await settle()
+    assert llm.calls[-3:] == ["request", "probe", "resume_generation"]
+    generating.cancel()
+    probing.cancel()
+    await asyncio.wait([generating, probing])
 
 
 async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

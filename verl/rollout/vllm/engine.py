@@ -63,10 +63,11 @@ class VllmEngine:
             await self._call(self._llm.collective_rpc("return_routed_experts"))
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        pauses = self._pauses
+        pauses, may_resume = self._pauses, self._may_resume
         with map_engine_errors():
             queue = await self._add(token_ids, _sampling(sampling))
-            await self._resume()
+            if may_resume and self._pauses == pauses:  # after an update meanwhile, the probe is to run first
+                await self._resume()
         try:
             with map_engine_errors():
                 completion = self._completion(await self._result(queue), sampling)
