@@ -56,7 +56,10 @@ class HostTransport:
     supports_sync_one = True  # a single receiver, whose process is new, can be reached
 
     async def send(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[Exception | None]:
-        """Return for each receiver how it was lost or has failed, or None if it has the weights."""
+        """Return for each receiver how it was lost, or None if it has the weights.
+
+        Any other error of a receiver is a loss, too, if another one has the weights: then the transfer works.
+        """
         losses: list[Exception | None] = [None] * len(receivers)
 
         async def call(index: int, method: str, *args: Any) -> None:
@@ -73,6 +76,8 @@ class HostTransport:
             async for bucket in buckets:
                 await call_all("load_bucket", bucket)
         await call_all("finish_weight_update", version)
+        if None in losses:
+            losses = [None if error is None else _as_loss(error) for error in losses]
         return losses
 
 
@@ -332,6 +337,10 @@ class WeightSync:
             if isinstance(outcome, BaseException):
                 raise outcome
         return cast(dict[int, T], kept)
+
+
+def _as_loss(error: Exception) -> ProcessLostError:
+    return error if isinstance(error, ProcessLostError) else ProcessLostError(str(error) or repr(error))
 
 
 def _check_finite(trainer: Sequence[Sequence[float]], version: int) -> None:

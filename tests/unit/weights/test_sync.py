@@ -166,6 +166,20 @@ async def test_an_engine_that_leaves_during_a_sync_does_not_end_the_run() -> Non
     assert receivers.ready == [0]
 
 
+async def test_an_engine_that_cannot_load_what_others_have_loaded_is_restarted() -> None:
+    class Failing(Engine):
+        async def load_bucket(self, bucket: float) -> None:
+            raise RuntimeError("an illegal memory access")
+
+    receivers = Recording([Engine(), Failing()])
+    weight_sync = WeightSync(Model(), receivers, HostTransport(), PROBE)
+    await weight_sync.sync(0)
+    assert receivers.lost == {1: "an illegal memory access"}
+    assert receivers.ready == [0]
+    with pytest.raises(RuntimeError, match="an illegal memory access"):  # so that the next attempt follows
+        await weight_sync.sync_one(1)
+
+
 async def test_engines_that_are_all_wrong_stop_the_run() -> None:
     model, engines = Model(), [Engine(loses_weights=True), Engine(loses_weights=True)]
     weight_sync = make_sync(model, engines, HostTransport())
