@@ -127,10 +127,15 @@ class EpisodeWorker:
         self._samples = SampleWriter(
             lambda tokens, keep_special: str(tokenizer.decode(list(tokens), skip_special_tokens=not keep_special))
         )
+        limits = settings.timeouts
+        # The trainer may use the devices first; then each attempt ends and starts an engine. The supervisor ends the
+        # run earlier if no engine is left.
+        restarts_s = config.trainer.faults.max_engine_restarts * 2 * (limits.start.seconds + MARGIN_S)
         self._pool = EnginePool(
             self._engines,
-            stall_timeout_s=settings.timeouts.generation.seconds + MARGIN_S,
-            reply_timeout_s=settings.timeouts.reply.seconds + MARGIN_S,
+            stall_timeout_s=limits.generation.seconds + MARGIN_S,
+            recovery_timeout_s=limits.generation.seconds + restarts_s,
+            reply_timeout_s=limits.reply.seconds + MARGIN_S,
         )
         self._runner = EpisodeRunner(
             generate=self._pool.generate,

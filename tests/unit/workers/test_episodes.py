@@ -6,17 +6,21 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from agent_config import agent_config
+from simulated_clock import simulate
 
 from verl.agents.episode import EpisodeRunner
 from verl.agents.transcript import Transcript
+from verl.cluster.hangs.pending_calls import DEFAULT_TIMEOUTS, Timeout
 from verl.config.schema import Config
 from verl.config.schema.data import DataConfig
 from verl.config.schema.reward import OverlongBuffer, RewardConfig
 from verl.errors import ProcessLostError
 from verl.rollout.engine import EngineView
 from verl.types import Completion, Prompt, Sample, SamplePreview, SamplingParams, Scored
+from verl.workers import episodes
 from verl.workers.episode_pool import EpisodePool
 from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
 
@@ -78,6 +82,29 @@ async def test_a_pool_passes_requests_to_its_workers_in_turn(worker: EpisodeWork
     idle = SimpleNamespace(run=SimpleNamespace(remote=None))
     [handle] = await EpisodePool([actor, idle]).run(GroupRequest("train", 0, 8, [5], SAMPLING, greedy_baseline=True))
     assert (handle.score, handle.baseline) == (4.0, -1.0)
+
+
+def test_requests_wait_as_long_as_training_and_restarts_of_engines_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = replace(DEFAULT_TIMEOUTS, generation=Timeout(5000.0), start=Timeout(100.0))
+    config = Config()
+    down_s = limits.generation.seconds + config.trainer.faults.max_engine_restarts * 2 * limits.start.seconds
+
+    class Engine:
+        async def is_ready(self) -> bool:
+            return asyncio.get_running_loop().time() > down_s
+
+        async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+            if not await self.is_ready():
+                raise ProcessLostError("its process has died")
+            return Completion([9], np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+
+    async def ask() -> Completion:
+        worker = EpisodeWorker(EpisodeSettings(config, {}, timeouts=limits), EngineView.of([Engine()]))
+        await worker.start()
+        return await worker._pool.generate([1], SAMPLING)
+
+    monkeypatch.setattr(episodes, "load_tokenizer", lambda *_, **__: None)
+    assert simulate(ask()).token_ids == [9]
 
 
 async def test_all_workers_follow_the_engines_that_join_and_leave(worker: EpisodeWorker) -> None:
