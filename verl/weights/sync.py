@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
 from verl.errors import DivergenceError, ProcessLostError, TrainerLostError, WeightSyncError
@@ -232,14 +232,15 @@ class WeightSync:
                 f"rollout engine {engine_id} was restarted, and device transfers cannot reach a new process. Set "
                 "actor_rollout_ref.rollout.weight_transport=host to continue after such a loss."
             )
-        try:
-            [loss] = await self._transport.send(self._source, [self._receivers.get(engine_id)], self._version)
-        except ProcessLostError as error:  # the loss of a receiver is returned, not raised
-            raise TrainerLostError(str(error)) from error
+        receiver = self._receivers.get(engine_id)
+        with _losing_trainer():  # the loss of the receiver is returned, not raised
+            [loss] = await self._transport.send(self._source, [receiver], self._version)
         if loss is not None:
             raise loss
         self._receivers.mark_synced(engine_id)
-        _, mismatches = await self._judge({engine_id: await self._run_probe(engine_id)}, self._version)
+        reply = await self._run_probe(engine_id)
+        with _losing_trainer():  # it may be asked for the tolerance
+            _, mismatches = await self._judge({engine_id: reply}, self._version)
         if mismatches:
             raise WeightSyncError(mismatches[engine_id])
         await self._receivers.mark_ready(engine_id, self._version)
@@ -337,6 +338,15 @@ class WeightSync:
             if isinstance(outcome, BaseException):
                 raise outcome
         return cast(dict[int, T], kept)
+
+
+@contextmanager
+def _losing_trainer() -> Iterator[None]:
+    """Raise the loss of a process as that of the trainer."""
+    try:
+        yield
+    except ProcessLostError as error:
+        raise TrainerLostError(str(error)) from error
 
 
 def _as_loss(error: Exception) -> ProcessLostError:

@@ -398,6 +398,20 @@ async def test_a_tolerance_has_a_floor() -> None:
     assert metrics["weights/probe_tolerance"] == LEAST_TOLERANCES["bfloat16"]
 
 
+async def test_a_train_worker_that_is_lost_during_a_probe_is_no_loss_of_the_engine() -> None:
+    class Dying(Rounding):
+        async def measure_rounding(self, sequences: Sequence[Sequence[int]], dtype: str) -> float | None:
+            if self.asked:
+                raise ProcessLostError("train worker 0: measure_rounding: its process has died")
+            return await super().measure_rounding(sequences, dtype)
+
+    weight_sync = calibrated(Dying(0.02), 0.0)
+    await weight_sync.sync(0)
+    weight_sync._receivers._engines[0].gap = 0.5  # type: ignore[attr-defined]
+    with pytest.raises(TrainerLostError, match="train worker 0"):
+        await weight_sync.sync_one(0)
+
+
 @pytest.mark.parametrize(("moves", "dtype"), [(None, "bfloat16"), (0.5, None)])
 async def test_the_tolerance_is_fixed_if_rounding_is_unknown_or_it_was_set(
     moves: float | None, dtype: str | None
