@@ -5,11 +5,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.fake_rollout_engine import FakeRolloutEngine
 from verl.config.rollout_engines import get_rollout_engine
+from verl.errors import ProcessLostError
 from verl.rollout.engine import load_weights
 from verl.rollout.settings import RolloutEngineSettings
+from verl.rollout.vllm import engine as vllm_engine
 from verl.rollout.vllm.engine import VllmEngine
 from verl.rollout.vllm.settings import AdapterSettings, VllmSettings
 from verl.types import SamplingParams, hash_seed
@@ -100,6 +103,35 @@ async def test_a_request_that_is_prepared_during_an_update_does_not_run_before_t
     generating.cancel()
     probing.cancel()
     await asyncio.wait([generating, probing])
+
+
+class DyingLlm(RecordingLlm):
+    """Asks vLLM's process what it supports at the first request; a process that `is_dead` never replies."""
+
+    is_dead = is_known = False
+
+    async def get_supported_tasks(self) -> None:
+        if self.is_dead and not self.is_known:
+            await asyncio.Event().wait()
+        self.is_known = True
+
+    async def add_request(self, *args: Any, **kwargs: Any) -> None:
+        await self.get_supported_tasks()
+        raise EngineDeadError
+
+
+async def test_the_first_probe_does_not_wait_for_a_process_that_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, engine = DyingLlm(), VllmEngine(VllmSettings("model"))
+
+    async def start_vllm(*_: Any) -> DyingLlm:
+        return llm
+
+    monkeypatch.setattr(vllm_engine, "start_vllm", start_vllm)
+    await engine.start()
+    await load_weights(engine, [], 0)
+    llm.is_dead = True
+    with pytest.raises(ProcessLostError):
+        await asyncio.wait_for(engine.compute_logprobs([[1, 2]]), 5)
 
 
 async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

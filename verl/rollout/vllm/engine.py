@@ -61,6 +61,7 @@ class VllmEngine:
         self._llm = await start_vllm(self.settings, _engine_arguments(self.settings))
         if self.settings.routed_experts and self.settings.device == "cpu":
             await self._call(self._llm.collective_rpc("return_routed_experts"))
+        await self._call(self._llm.get_supported_tasks())  # cached; the first request would wait for a dead process
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         pauses, may_resume = self._pauses, self._may_resume
