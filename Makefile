@@ -49,6 +49,7 @@ docs: ## regenerate the settings reference, rules of the diagnosis, files of a s
 	PYTHONPATH=. $(PYTHON) tests/diagnosis_page.py --write
 	PYTHONPATH=. $(PYTHON) tests/step_files.py --write
 	PYTHONPATH=. $(PYTHON) tests/recipe_plans.py --write
+	PYTHONPATH=. $(PYTHON) tests/engine_tables.py --write
 	$(PYTHON) tests/grafana_dashboard.py > examples/monitoring/grafana_dashboard.json
 
 site: ## build the documentation site into site/
