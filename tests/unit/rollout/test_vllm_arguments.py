@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import AsyncMock
 
 import pytest
 from vllm import AsyncEngineArgs
@@ -31,7 +32,7 @@ def start(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[AsyncEngine
 
     def from_engine_args(arguments: AsyncEngineArgs, usage_context: UsageContext) -> SimpleNamespace:
         passed.update(arguments=arguments, context=usage_context)
-        return SimpleNamespace(shutdown=lambda: None)
+        return SimpleNamespace(shutdown=lambda: None, check_health=AsyncMock(), get_supported_tasks=AsyncMock())
 
     monkeypatch.setattr(AsyncLLM, "from_engine_args", from_engine_args)
     monkeypatch.setattr(engine, "environment", lambda settings: {})
