@@ -3,6 +3,7 @@
 A run uses it with `actor_rollout_ref.model.external_lib=tests.megatron_on_cpu`.
 """
 
+import gc
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -34,6 +35,7 @@ def leave_layout() -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+    gc.collect()  # engines and groups refer to each other
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 

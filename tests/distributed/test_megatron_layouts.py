@@ -34,13 +34,14 @@ EXPERTS = {
     "tensor": {"tensor_parallel_size": 2},
 }
 TWO = {name: DENSE[name] for name in ("tensor", "tensor and pipeline")}
+ONE = {"tensor and pipeline": TWO["tensor and pipeline"]}
 THREE = TWO | {"context": {"context_parallel_size": 2}}
 CASES = {
     "untied": DENSE,
-    "tied": DENSE,
+    "tied": TWO,
     "odd vocabulary": TWO,
-    "Qwen3": TWO,
-    "Llama 3": TWO,
+    "Qwen3": ONE,
+    "Llama 3": ONE,
     "Qwen3-MoE": EXPERTS,
     "critic": THREE,
 }
