@@ -35,9 +35,10 @@ def leave_layout() -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    gc.collect()  # engines and groups refer to each other
+    gc.collect()  # engines, which refer to groups
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
+    gc.collect()
 
 
 @cache
