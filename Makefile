@@ -43,7 +43,7 @@ test: ## tests with processes and engines that CI runs at this commit (ROTATION=
 bench: ## print figures, assert nothing
 	$(PYTEST) -m bench
 
-docs: ## regenerate the settings reference, rules of the diagnosis, files of a step, plans of recipes, the dashboard
+docs: ## regenerate settings, rules of the diagnosis, files of a step, plans of recipes, tables of engines, the dashboard
 	PYTHONPATH=. $(PYTHON) tests/settings_pages.py > docs/settings.md
 	PYTHONPATH=. $(PYTHON) tests/settings_pages.py --sft > docs/settings_sft.md
 	PYTHONPATH=. $(PYTHON) tests/diagnosis_page.py --write
